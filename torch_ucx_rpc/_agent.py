@@ -106,10 +106,10 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()
+        # Others must look elsewhere for the values of this worker: this waits until their requests are answered.
+        for callback in self.before_leaving:
+            callback()
         if self.group is not None and not self.group.is_static:
-            # Others must look elsewhere for the values of this worker: this waits until their requests are answered.
-            for callback in self.before_leaving:
-                callback()
             # From now on, workers that join need not ask this one.
             self.group.leave()
         super().join(shutdown, timeout)

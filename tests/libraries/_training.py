@@ -60,5 +60,5 @@ def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def step_of(server: reduction.Server) -> int:
-    """The number of steps of a server's first model."""
-    return server.positions.get("model0/0/0", 0)
+    """How many steps the first model of a server has done."""
+    return server.positions.get("model0", 0)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import re
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,13 +22,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.workers import Steps, backend_options, eventually, init_rpc
+from tests.support.workers import Steps, backend_options, eventually, init_rpc, reserved_port
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.errors import NotRunning
-from torch_ucx_rpc.reduction._hosts import absent
-from torch_ucx_rpc.reduction._messages import Spec, Trainer
-from torch_ucx_rpc.reduction._roster import Roster
 
+from ._jobs import PATIENCE_S
 from ._training import SGD, are_equal, batches, make_model, parameters_of, process_group, step_of, train
 
 RunWorkers = Callable[..., list]
@@ -68,7 +70,7 @@ def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torc
     return trained
 
 
-def test_sum_of_trainers_does_not_depend_on_their_order(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_sum_does_not_depend_on_the_order_of_arrival(run_on_both: RunWorkers, tmp_path: Path) -> None:
     means = run_on_both(4, sum_in_other_orders, Steps(tmp_path))
     assert all(are_equal(means[0], other) for other in means[1:])
 
@@ -102,9 +104,7 @@ def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
         model = make_model()
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(reduction.state(server), reduction.hook)
-        if rank == 0:
-            eventually(lambda: absent("worker0", "ddp0/step0/0/0") != [], "the other one waits for it")
-        else:
+        if rank:
             assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
         steps.meet("trained", rank, 2)
@@ -214,7 +214,7 @@ def train_unusually(rank: int, steps: Steps) -> list[torch.Tensor]:
     return parameters_of(module)
 
 
-def test_cut_bucket_is_joined_for_gradients_of_every_kind(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_parts_of_a_bucket_come_together(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, train_a_cut_bucket, Steps(tmp_path))
 
 
@@ -238,8 +238,7 @@ class Various(nn.Module):
 def train_a_cut_bucket(rank: int, steps: Steps) -> None:
     module = Various()
     model = reduction.DataParallel(module, reduction.serve(trainers=["worker0", "worker1"]))
-    [bucket] = model._buckets
-    assert len(bucket.parts) == 2
+    assert len(model._buckets) == 1
     for _ in range(2):
         module.zero_grad()
         model(rank).backward()
@@ -251,7 +250,7 @@ def train_a_cut_bucket(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
-def test_joining_trainer_gets_state_and_a_leaver_blocks_no_step(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_trainers_join_with_the_state_and_leave(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     *others, joined, _ = run_on_ucx(4, join_and_leave, Steps(tmp_path), url, init=False)
     assert are_equal(others[1], joined)
@@ -330,7 +329,7 @@ def train_for_different_times(rank: int, steps: Steps) -> None:
         steps.meet("trained 1", rank, 3)
 
 
-def test_trainer_begins_though_its_model_was_dropped(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_newcomer_begins_though_its_donor_lets_go(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, let_go_of_a_model_asked_for, Steps(tmp_path))
 
 
@@ -344,12 +343,12 @@ def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
         train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2)
         if rank == 1:
             steps.done("trained")
-            eventually(lambda: len(copy._copy.asking) == 1, "another asks for the model")
+            eventually(lambda: copy._steps._requests, "another asks for the model")
             del copy
     steps.meet("over", rank, 3)
 
 
-def test_dropping_one_of_two_models_blocks_no_step(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_trainer_lets_go_of_one_of_two_models(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, let_go_of_one_of_two_models, Steps(tmp_path))
 
 
@@ -389,7 +388,7 @@ def test_bad_input_is_refused_in_sentences(run_on_both: RunWorkers, tmp_path: Pa
 
 
 def serve_parameters(optimizer: Any, parameters: list[Any]) -> reduction.Server:
-    return reduction.serve("worker1", optimizer=optimizer, parameters=parameters, asynchronous=True)
+    return reduction.serve("worker1", optimizer=optimizer, parameters=parameters)
 
 
 def give_bad_input(rank: int, steps: Steps) -> None:
@@ -400,14 +399,11 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             (lambda: reduction.serve(3), "each of hosts must be the name of a worker, .*; got 3"),
             (lambda: reduction.serve("worker1", trainers=0), "trainers must be 1 at least"),
             (lambda: reduction.serve("worker1", optimizer=SGD), "needs both, parameters="),
-            (lambda: reduction.serve("worker1", replica=True), "replica is for a server with an optimizer"),
+            (lambda: reduction.serve("worker1", checkpoint="x"), "checkpoint is for a server with an optimizer"),
+            (lambda: reduction.serve(optimizer=SGD, parameters=[torch.ones(1)]), "needs hosts, as in"),
             (
                 lambda: reduction.serve("worker1", optimizer=lambda p: None, parameters=[torch.ones(1)]),
                 "goes to the server by pickle",
-            ),
-            (
-                lambda: reduction.serve("worker1", optimizer=SGD, parameters=[torch.ones(1)], replica=True),
-                "needs a second host",
             ),
             (lambda: serve_parameters(SGD, [3]), "number 0 is 3: give model.parameters"),
             (lambda: serve_parameters(SGD, [torch.ones(1, dtype=torch.int64)]), "whose dtype is torch.int64: give it"),
@@ -421,7 +417,11 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 r"cannot update by LBFGS: its step\(\) takes a closure",
             ),
             (lambda: serve_parameters(list, [torch.ones(1)]), r"must make a torch.optim.Optimizer; .*list.* makes \["),
-            (lambda: serve_parameters(SGD, torch.ones(2)), r"parameters must be several tensors, .*; got tensor"),
+            (
+                lambda: serve_parameters(SGD, torch.ones(2)),
+                r"parameters must be several tensors, .*; got tensor",
+            ),
+            (lambda: serve_parameters(SGD, 5), r"parameters must be several tensors, .*; got 5"),
             (lambda: reduction.serve("worker1", trainers=1.5), "how many there are, or a list.*got 1.5"),
             (lambda: reduction.serve("worker1", trainers=True), "how many there are, or a list.*got True"),
             (lambda: reduction.serve("worker1", trainers=[]), "different workers, one at least"),
@@ -430,10 +430,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             (lambda: reduction.serve("worker1", name=3), "name must be a str; got 3"),
             (lambda: reduction.serve("worker1", name=""), "name must be a str that is not empty"),
             (lambda: reduction.serve("worker1", checkpoint=5), "checkpoint must be a path"),
-            (
-                lambda: reduction.serve("worker1", checkpoint_every=0),
-                "checkpoint_every must be at least 1",
-            ),
+            (lambda: reduction.serve("worker1", checkpoint_every=0), "checkpoint_every must be at least 1"),
         ):
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
@@ -444,10 +441,13 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 lambda: reduction.state(server, quorum=5),
                 r"quorum=5 can never be reached: there are \d trainers.*at most",
             ),
-            (lambda: reduction.push_pull(server, torch.ones(1), quorum=0), "quorum must be 1 at least"),
+            (lambda: reduction.push_pull(server, torch.ones(1), quorum=0), "quorum must be at least 1"),
             (lambda: reduction.DataParallel(nn.Linear(1, 1), server, quorum=9), "quorum=9 can never be reached"),
             (lambda: reduction.DataParallel(nn.ReLU(), server), "no parameter of the module requires grad"),
-            (lambda: reduction.push_pull("ps", torch.ones(1)), "server must be what reduction.serve returns; got 'ps'"),
+            (
+                lambda: reduction.push_pull("ps", torch.ones(1)),
+                "server must be what reduction.serve returns; got 'ps'",
+            ),
             (lambda: reduction.push_pull(server, [torch.ones(1), None]), "number 1 is None; give zeros"),
             (lambda: reduction.push_pull(server, torch.ones(1, dtype=torch.int64)), "number 0 is torch.int64"),
             (
@@ -455,6 +455,9 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 r"number 1 is torch\.sparse_coo: give tensor\.to_dense\(\)",
             ),
             (lambda: reduction.push_pull(server, []), "gradients must be those of all parameters; got"),
+            (lambda: reduction.push_pull(server, None), r"a tensor, or several as a list; got None \(NoneType\)"),
+            (lambda: reduction.hook(None, None), r"what reduction.state returns.*got None \(NoneType\)"),
+            (lambda: reduction.DataParallel(None, server), r"must be an nn.Module; got None \(NoneType\)"),
             (
                 lambda: reduction.DataParallel(nn.Linear(1, 1), server, optimizer=SGD),
                 "optimizer must be this trainer's .*Optimizer; got .*SGD",
@@ -488,7 +491,6 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
     server = reduction.serve("worker0", trainers=2)
     if rank == 1:
         first = reduction.push_pull_async(server, [torch.ones(2, 3)])
-        eventually(lambda: rpc.rpc_sync("worker0", absent, args=("worker0", "tensors/0")) != [], "it has come")
         steps.done("first")
         assert torch.equal(first.wait()[0], torch.full((2, 3), 1.5))
     if rank == 2:
@@ -496,7 +498,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
         wrong = torch.ones(3, 2)
         with pytest.raises(
             ValueError,
-            match=r"'worker2' \(rank 2\) pushes gradients of \[3, 2\] .*'worker1' \(rank 1\) has pushed \[2, 3\]",
+            match=r"'worker2' pushes gradients of \[3, 2\] .*'worker1' has pushed \[2, 3\]",
         ):
             reduction.push_pull(server, [wrong])
         # It may correct that, and nothing is left of it.
@@ -507,7 +509,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_a_step_that_is_not_completed_in_time_says_who_wasabsent(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_step_that_runs_out_of_time_names_the_missing(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, miss_a_trainer, Steps(tmp_path), options={"rpc_timeout": 2})
 
 
@@ -527,20 +529,39 @@ def test_without_rpc_serve_says_so() -> None:
         reduction.serve("ps0")
 
 
-# ---------------------------------------------------------------------------------------------------- who is waited for
+# ------------------------------------------------------------------------------------------- the programs of the page
+
+PROGRAMS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/reduction.md").read_text(), re.DOTALL)
+# The workers of each, and what each trainer prints.
+RUNS = (
+    (("ps0", "trainer0", "trainer1"), r"loss \d\.\d+, mean of [12]"),
+    (("0", "1"), r"Contributors\(names=\('trainer0', 'trainer1'\), index=[01], divisor=2\)"),
+    (("ps0", "trainer0", "trainer1"), "done"),
+)
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ()], ids=["by name", "by number"])
-def test_trainer_is_new_only_if_the_first_round_did_not_wait(names: tuple[str, ...]) -> None:
-    a, b, c = (Trainer(rank, name, 10 + rank) for rank, name in enumerate("abc"))
-    roster = Roster(Spec("ps", ("ps",), 2, names))
-    roster.count(a)
-    assert not any(roster.is_newcomer(trainer) for trainer in (a, b, c))
-    roster.has_begun = True
-    assert not roster.is_newcomer(b)
-    assert roster.is_newcomer(c) == bool(names)
-    roster.count(b)
-    assert roster.is_newcomer(c)
-    # Its next life has not been waited for.
-    roster.on_gone(b.life, b.name)
-    assert roster.is_newcomer(b._replace(life=99))
+def test_the_page_has_a_run_for_each_program() -> None:
+    assert len(PROGRAMS) == len(RUNS)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=["DataParallel", "hook", "push_pull"])
+def test_programs_of_the_page_run_as_they_stand(tmp_path: Path, number: int) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAMS[number])
+    names, printed = RUNS[number]
+    with reserved_port() as port:
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(program), name],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name in names
+        ]
+        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(names), outputs
+    for name, output in zip(names, outputs, strict=True):
+        assert name == "ps0" or re.search(printed, output), output

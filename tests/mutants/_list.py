@@ -248,4 +248,11 @@ MUTANTS = (
         "            if True:\n",
         ("test_file_without_a_test_that_ran_is_missing",),
     ),
+    # ---- A transaction is committed by one side alone ---------------------------------------------------------------
+    Mutant(
+        "trainers-in-one-step-have-one-state",
+        "if (opening.step, opening.committed) != (self.step, self.committed):",
+        "if opening.step != self.step:",
+        ("test_copies_are_equal_in_every_schedule",),
+    ),
 )

@@ -22,10 +22,8 @@ _MOST_EXAMPLES = 5
 _HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
 # The refusal of a server with an unknown host.
 _NO_HOST = re.compile(r"'(\w+)' cannot be a host of a server: no living worker has that name")
-# The failure of pushes when no host has the state any more (docs/reduction.md).
-_STATE_IS_LOST = re.compile(
-    "has no parameters|were lost with their hosts|all hosts of the server|are not in the state any more"
-)
+# The failure of pushes when all their hosts are lost (docs/reduction.md).
+_STATE_IS_LOST = re.compile("all hosts of the server")
 # The refusal of an RRef whose owner's rank another worker has (RRefLost).
 _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
 # TorchScript's failure in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.

@@ -26,7 +26,7 @@ from torch_ucx_rpc import services
 from torch_ucx_rpc.errors import CallTimedOut
 
 from ._journal import Journal, Step
-from ._libraries import BURSTS, Ledger, lives_seen, offer
+from ._libraries import Pushes, lives_seen, offer
 from ._payload import Payload, any_payload
 
 _TIMEOUT_S = 0.2
@@ -34,6 +34,7 @@ _LONGER_THAN_TIMEOUT_S = 0.6
 _LONGEST_PAUSE_S = 0.06
 _MOST_IN_A_BURST = 24
 _MOST_KEPT = 32
+_PUSHES = 8
 # Names that one worker has at a time: fewer than there are callers.
 _SEATS = 6
 
@@ -497,25 +498,16 @@ class Caller:
             call.answered()
 
     def push(self) -> None:
-        """Pushes to a server of this worker with two other hosts; some by a third worker, which is a trainer too."""
-        names = self._others(3)
+        """To a server of its own, of which two others are hosts."""
+        names = self._others(2)
         if not names:
             return
-        *hosts, other = names
-        ledger = Ledger(f"ledger {self._journal.new_call():x}", hosts)
-        for burst in BURSTS:
-            begun = []
-            for push in burst:
-                with self._begin("push", names, since=ledger.began) as call:
-                    by = other if push != burst[0] and self._choice.random() < 0.5 else None
-                    begun.append((call, push, ledger.push(push, by)))
-            for call, push, future in begun:
-                with call:
-                    check(not (wrong := ledger.check(push, future.wait())), wrong)
-                    call.answered()
-            if burst[0] not in ledger.answered:
-                # Its hosts are lost, or cannot be reached any more.
-                return
+        pushes = Pushes(f"pushes {self._journal.new_call():x}", names)
+        for number in range(_PUSHES):
+            with self._begin("push", names, since=pushes.began) as call:
+                check(not (wrong := pushes.push(number)), wrong)
+                call.answered()
+        pushes.leave()
 
     def _check_exchange(self, number: int, wanted: Payload, answer: tuple[int, torch.Tensor]) -> None:
         answered, tensor = answer

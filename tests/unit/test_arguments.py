@@ -96,7 +96,7 @@ TAKES_NONE = {
     "reduction.DataParallel": {"optimizer", "quorum"},
     "reduction.push_pull": {"quorum"},
     "reduction.push_pull_async": {"quorum"},
-    "reduction.state": {"quorum", "process_group"},
+    "reduction.state": {"quorum", "process_group", "model", "optimizer"},
     "reduction.serve": {"trainers", "parameters", "optimizer", "checkpoint", "name"},
     "pipeline.DistributedPipeline": {"balance", "split_spec", "stages_per_worker", "loss", "step_timeout"},
 }
@@ -125,6 +125,7 @@ MADE_BY_THE_PACKAGE = {
     "checkpoint.SaveFuture",
     "pipeline.PipelineOptimizer",
     "pipeline.SplitPoint",
+    "reduction.Contributors",
     "reduction.Server",
     "reduction.State",
     "services.Member",

@@ -96,9 +96,9 @@ class Life:
             callback(gone)
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Have this called when this worker is about to leave a group that goes on, while it still has RPC.
+        """Have this called when this worker begins a graceful shutdown, while it still has RPC.
 
-        The worker answers all requests before it leaves. Other backends have no such groups.
+        The worker answers all requests before it leaves. Other backends do not call back.
         """
         if self.tells_ends:
             self.agent.before_leaving.append(callback)

@@ -6,45 +6,32 @@
 
     server = reduction.serve("ps0", "ps1")                   # every trainer; without names, the trainers serve
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(reduction.state(server, quorum=3), reduction.hook)
+    ddp.register_comm_hook(reduction.state(server), reduction.hook)
 
     model = reduction.DataParallel(model, server)            # or without a process group
     means = reduction.push_pull(server, gradients)           # or by hand, also with the optimizer on the server
 
-A trainer sends a bucket of gradients to a host of the server, by one request, and the mean of all trainers' is the
-answer. Any backend of ``torch.distributed.rpc`` will do; docs/reduction.md says what is different on TensorPipe.
+A step is a transaction: its trainers put their gradients into slots of the hosts, get the means, and apply them when
+the decider of the epoch has closed the step. docs/development/reduction.md has the protocol. From the bottom up:
 
-How the package is laid out, from the bottom up; the way of one push goes from ``_pushes`` to ``_host`` and down:
-
-* ``_messages``       what trainers and hosts tell each other
-* ``_roster``         the trainers of a server, as a host knows them
-* ``_results``        the last results, for the others when a host is lost
-* ``_round``          the tensors of one round of a piece, and their sum
-* ``_piece``          a piece: its rounds, and what late trainers have missed
-* ``_applied``        the pushes that an asynchronous server has applied
-* ``_parameters``     a piece of a server with an optimizer; checkpoint and replica
-* ``_host``           what a host does
-* ``_hosts``          the hosts on this worker, and what trainers ask of them
-* ``_loopback``       pushes of a trainer to its own host
+* ``_messages``       what trainers, hosts and the decider tell each other
+* ``_ledger``         the steps of a model, as state machines without threads and network
 * ``_plan``           how work is spread over hosts
-* ``_meeting``        how trainers become hosts
-* ``_ring``           the hosts of a server, as one trainer calls them
-* ``_server``         `Server`: a trainer's view of it: its models, and its positions
-* ``_pushes``         pushes that outlive hosts
-* ``_servers``        the servers that this worker uses, by name
-* ``_serve``          `serve`
+* ``_host``           what a host does: sums; parameters, their optimizer and checkpoints
+* ``_decider``        the decider of an epoch: the ledgers of all models
+* ``_office``         this worker among the others: epochs, and what they tell each other
+* ``_steps``          one model of this trainer
+* ``_server``         `serve` and `Server`
 * ``_push_pull``      `push_pull`
+* ``_copy``           the state of a model, which goes from one trainer to another
 * ``_ddp``            `state` and `hook`
-* ``_buckets``        gradients that travel together
-* ``_asking``         trainers that wait for another one's model
-* ``_copy``           a trainer's copy of a model, got from another one and given to others
 * ``_data_parallel``  `DataParallel`
 """
 
 from torch_ucx_rpc.reduction._data_parallel import DataParallel
 from torch_ucx_rpc.reduction._ddp import State, hook, state
 from torch_ucx_rpc.reduction._push_pull import push_pull, push_pull_async
-from torch_ucx_rpc.reduction._serve import serve
-from torch_ucx_rpc.reduction._server import Server
+from torch_ucx_rpc.reduction._server import Server, serve
+from torch_ucx_rpc.reduction._steps import Contributors
 
-__all__ = ["DataParallel", "Server", "State", "hook", "push_pull", "push_pull_async", "serve", "state"]
+__all__ = ["Contributors", "DataParallel", "Server", "State", "hook", "push_pull", "push_pull_async", "serve", "state"]

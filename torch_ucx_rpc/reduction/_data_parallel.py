@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +15,38 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from torch_ucx_rpc._arguments import check_count, check_type
-from torch_ucx_rpc._workers.lost import timed_out
-from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
-from torch_ucx_rpc.reduction._copy import Copy
-from torch_ucx_rpc.reduction._ddp import push_bucket
-from torch_ucx_rpc.reduction._plan import plan
-from torch_ucx_rpc.reduction._pushes import IsBehind, has_failed, tensors_of
+from torch_ucx_rpc.reduction._copy import ModelCopy
 from torch_ucx_rpc.reduction._server import Server
 
 # torch's number for "none".
 _NO_BACKWARD = -1
+
+
+class _Bucket:
+    """Gradients that travel together, flat."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        ends = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        self.spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        self.filled: set[int] = set()
+
+    def fill(self, index: int, gradient: Tensor) -> None:
+        self.buffer[self.spans[index]].view_as(gradient).copy_(gradient)
+        self.filled.add(index)
+
+    def take(self, result: Tensor) -> None:
+        """Give the means to the parameters."""
+        for index, parameter in enumerate(self.parameters):
+            mean = result[self.spans[index]].view_as(parameter)
+            if parameter.grad is not None and index in self.filled:
+                parameter.grad.copy_(mean)
+            elif bool(mean.any()):
+                # Others have had gradients here.
+                parameter.grad = mean.clone()
+        self.filled.clear()
 
 
 class DataParallel(nn.Module):
@@ -33,15 +56,14 @@ class DataParallel(nn.Module):
     are averaged, bucket by bucket while the rest is being computed; when it returns, ``parameter.grad`` has the mean.
 
     The first trainers begin with the parameters and buffers of the one with the lowest rank. One that comes later gets
-    those of a trainer at its next ``forward``, and takes part from that step on; the optimizer's state too where both
-    give their optimizer. Buffers (such as running means) are each trainer's own from then on.
+    those of a trainer, and takes part from its next step on; the optimizer's state too where both give their optimizer.
+    Buffers (such as running means) are each trainer's own from then on.
 
     Args:
         module (nn.Module): whose parameters require grad, at least one.
         server (Server): of `serve`.
-        optimizer (torch.optim.Optimizer): this trainer's. It is given to trainers that join, and replaced in one that
-            has missed a step (``quorum``); without it, a late trainer gets the sum of the gradients that it has missed.
-        quorum (int): see `state`.
+        optimizer (torch.optim.Optimizer): this trainer's. Its state goes to trainers that join or come late.
+        quorum (int): see `state`. With one, nothing travels before a step's trainers are known.
         bucket_bytes (int): how much travels together. (default: 25 MiB)
 
     Raises ValueError for a quorum above the number of trainers, and for sparse gradients.
@@ -64,27 +86,18 @@ class DataParallel(nn.Module):
         super().__init__()
         check_type("module", nn.Module, "an nn.Module", module)
         check_type("server", Server, "what reduction.serve returns", server)
-        if optimizer is not None:
-            check_type("optimizer", torch.optim.Optimizer, "this trainer's torch.optim.Optimizer", optimizer)
+        copy = ModelCopy(module, optimizer)
         check_count("bucket_bytes", 1, "a number of bytes", bucket_bytes)
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("DataParallel has nothing to do: no parameter of the module requires grad")
         server.check_quorum(quorum)
         self.module = module
-        self._server = server
-        self._quorum = quorum
-        self._copy = Copy(module, optimizer, server)
-        self._buckets = make_buckets(parameters, bucket_bytes)
-        sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
-        for bucket, parts in zip(self._buckets, plan(sizes, server.spec.shards), strict=True):
-            bucket.parts = parts
+        self._buckets = _make_buckets(parameters, bucket_bytes)
         self._places = {p: (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         self._next_bucket = 0
         self._is_in_backward = False
         self._is_synchronizing = True
-        # The last step has the mean of some buckets, and not of all.
-        self._is_partly_averaged = False
         # The parameters do not keep this object alive: when it is gone, this trainer has left.
         own = weakref.ref(self)
 
@@ -94,13 +107,19 @@ class DataParallel(nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(on_gradient)
-        self._copy.begin()
+        sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
+        self._steps = server.make("model", self, quorum=quorum, copy=copy, sizes=sizes)
+        self._steps.begin()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module that this holds; with gradients, its backward will push them."""
         if torch.is_grad_enabled() and self._is_synchronizing:
-            self._check_backward()
-            self._copy.begin_step()
+            # A checkpointed module goes forward once more within the backward.
+            if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:
+                # torch calls nobody back when a backward fails. What it has put is put again by the next one.
+                self._end_backward()
+                self._steps.drop()
+            self._steps.begin_step()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -128,74 +147,54 @@ class DataParallel(nn.Module):
             raise ValueError(
                 "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True); leave that out"
             )
-        bucket.views[index].copy_(gradient)
-        bucket.filled.add(index)
-        # In their order, in all trainers: a server of its own sums them as they come.
-        while self._next_bucket < len(self._buckets) and len((head := self._buckets[self._next_bucket]).filled) == len(
-            head.parameters
-        ):
-            self._push(head)
+        bucket.fill(index, gradient)
+        # In their order, in all trainers.
+        while self._next_bucket < len(self._buckets) - 1 and self._is_full(self._buckets[self._next_bucket]):
+            self._put()
 
-    def _check_backward(self) -> None:
-        """RuntimeError after a backward that has not come to its end: torch calls nobody back then."""
-        # A checkpointed module goes forward once more within the backward.
-        has_been_cut_short = self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD
-        if has_been_cut_short or self._is_partly_averaged:
-            raise RuntimeError(
-                f"a backward of {self._server.trainer} has failed, so that it has pushed or averaged a part of its "
-                f"gradients, or none: the others have another state by now, or wait. Begin anew: server.leave(), "
-                f"reduction.serve and a new DataParallel, which gets the state of the others"
-            )
+    @staticmethod
+    def _is_full(bucket: _Bucket) -> bool:
+        return len(bucket.filled) == len(bucket.parameters)
 
-    def _push(self, bucket: Bucket) -> None:
-        index = self._next_bucket
+    def _put(self) -> None:
+        bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
-        bucket.pushes = push_bucket(
-            self._server, f"{self._copy.name}/{index}", bucket.buffer, bucket.parts, self._quorum
-        )
+        self._steps.put([bucket.buffer])
 
     def _on_end_of_backward(self) -> None:
         try:
             while self._next_bucket < len(self._buckets):
                 bucket = self._buckets[self._next_bucket]
                 # Without a gradient here; others may have one.
-                for index, view in enumerate(bucket.views):
+                for index, span in enumerate(bucket.spans):
                     if index not in bucket.filled:
-                        view.zero_()
-                self._push(bucket)
-            for bucket in self._buckets:
-                self._take(bucket)
-        except BaseException as error:
-            pushes = [push for bucket in self._buckets for _, push in bucket.pushes]
-            # All have the same time. If none was answered in it, all can be pushed again.
-            is_late = error.__cause__ is not None and timed_out(error.__cause__)
-            self._is_partly_averaged = not all((is_late or push.done()) and has_failed(push) for push in pushes)
-            raise
+                        bucket.buffer[span].zero_()
+                self._put()
+            results = self._steps.finish()
+            with torch.no_grad():
+                for bucket, [result] in zip(self._buckets, results, strict=True):
+                    bucket.take(result)
         finally:
-            self._is_in_backward = False
-            self._copy.end_step()
-            self._next_bucket = 0
-            for bucket in self._buckets:
-                bucket.filled.clear()
-                bucket.pushes = []
+            self._end_backward()
 
-    def _take(self, bucket: Bucket) -> None:
-        targets = bucket.targets()
-        for part, push in bucket.pushes:
-            try:
-                answer = push.wait()
-            except IsBehind:
-                if not self._copy.may_be_replaced:
-                    raise
-                self._copy.is_behind = True
-                continue
-            self._copy.is_behind |= answer.rounds != 1 and self._copy.may_be_replaced
-            # The result may be others' too: it is only read.
-            bucket.take(part, tensors_of(push)[0], targets)
-        for index, (parameter, target) in enumerate(zip(bucket.parameters, targets, strict=True)):
-            if parameter.grad is target:
-                continue
-            if parameter.grad is not None and index in bucket.filled:
-                parameter.grad.copy_(target)
-            elif bool(target.any()):
-                parameter.grad = target.clone()
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.filled.clear()
+
+
+def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """In the order in which gradients come: from the last parameter on."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        nbytes = parameter.numel() * parameter.element_size()
+        last = buckets[-1][0] if buckets else None
+        is_alike = last is not None and last.dtype == parameter.dtype and last.device == parameter.device
+        if not is_alike or size + nbytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += nbytes
+    return [_Bucket(bucket) for bucket in buckets]

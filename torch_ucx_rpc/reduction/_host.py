@@ -1,219 +1,323 @@
-"""The server's side of reduction: what a worker does that holds a shard of a server (`Host`).
-
-A server is spread over hosts. Each host has pieces: a bucket of gradients, a part of one, or the parameters of a shard.
-The trainers push a piece once in each round, and get back what all of them made of it, in the answer to that push.
-Pieces know nothing of each other.
-
-The way of one push: a trainer calls `push` (`_hosts`), which finds the host, which finds the piece. The piece puts the
-tensors into their round (`_piece`). When the round is complete its sum is divided (`_round`), or the parameters are
-updated with it (`_parameters`), and all futures of the round get the answer.
-"""
+"""What a host does: it sums the gradients of its shards, and keeps the parameters of a server with an optimizer."""
 
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._workers.life import Life
-from torch_ucx_rpc.reduction._messages import LEFT, Admission, Answer, Entry, Push, Spec, Trainer
-from torch_ucx_rpc.reduction._parameters import OtherHosts, ParameterPiece
-from torch_ucx_rpc.reduction._piece import Piece
-from torch_ucx_rpc.reduction._roster import NOWHERE, Copies, Roster
+from torch_ucx_rpc._workers.lost import was_lost
+from torch_ucx_rpc._workers.members import Epoch, Group
+from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.errors import EpochEnded, RpcError
+from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Spec, channel_of
+
+_logger = logging.getLogger(__name__)
+
+# Elements that are added at a time: few enough to stay in a core's cache until they are divided, and no more than torch
+# adds on one thread (at::internal::GRAIN_SIZE).
+_STEP = 32_768
+
+
+class Fill(NamedTuple):
+    """What a host has when a trainer has given it parameters."""
+
+    shapes: list[tuple[int, ...]]
+    restored_from: str | None
+
+
+class Shard:
+    """The parameters of one shard, with their optimizer. ``lock`` guards them."""
+
+    def __init__(self, spec: Spec, path: Path | None, parameters: Sequence[Tensor]) -> None:
+        assert spec.optimizer is not None
+        self.lock = threading.Lock()
+        self.step = 0
+        self.committed = self.prepared = NEVER
+        self.restored_from: str | None = None
+        self.mean: list[Tensor] = []
+        self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
+        self.optimizer: torch.optim.Optimizer = pickle.loads(spec.optimizer)(self.parameters)
+        self._path = path
+        self._every = spec.checkpoint_every
+        self._waiting: list[tuple[int, Future[list[Tensor]]]] = []
+
+    @classmethod
+    def restored(cls, spec: Spec, path: Path) -> Shard:
+        saved = torch.load(path, weights_only=True)
+        shard = cls(spec, path, saved["parameters"])
+        shard.optimizer.load_state_dict(saved["optimizer"])
+        shard.step, shard.restored_from = saved["step"], str(path)
+        return shard
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(parameter.shape) for parameter in self.parameters]
+
+    def prepare(self, mean: list[Tensor], generation: int) -> None:
+        """Have the mean of the step, which is not closed yet."""
+        with self.lock:
+            self.mean, self.prepared = mean, generation
+
+    def apply(self) -> None:
+        """Apply the mean of the step, which has been closed. The caller holds the lock."""
+        for parameter, gradient in zip(self.parameters, self.mean, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.mean = []
+        self.go_to(self.step + 1, self.prepared)
+        if self.step % self._every == 0:
+            self._save()
+
+    def go_to(self, step: int, committed: int) -> None:
+        """Be in a step; if it is another one than after the last update, those in between are lost."""
+        self.step, self.committed, self.prepared = step, committed, NEVER
+
+    def when(self, step: int) -> Future[list[Tensor]]:
+        """The parameters, once all steps before this one are applied."""
+        future: Future[list[Tensor]] = Future()
+        with self.lock:
+            self._waiting.append((step, future))
+        self.tell()
+        return future
+
+    def tell(self) -> None:
+        """Answer those that wait for the step in which this is now."""
+        with self.lock:
+            due = [future for step, future in self._waiting if step <= self.step]
+            self._waiting = [one for one in self._waiting if one[0] > self.step]
+            values = [parameter.detach().clone() for parameter in self.parameters] if due else []
+        for future in due:
+            future.set_result(values)
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        # A process that is killed here leaves the former file whole.
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        state = {
+            "parameters": [parameter.detach() for parameter in self.parameters],
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, part)
+            part.replace(self._path)
+        except (OSError, RuntimeError) as error:
+            # Training goes on, with the former checkpoint.
+            _logger.warning("the parameters could not be saved to %s: %s", self._path, error)
+
+
+class _Office(Protocol):
+    """What a host needs of its worker."""
+
+    name: str
+    changed: threading.Condition
+    epoch: Epoch | None
+    group: Group
+
+    def opening(self, key: str) -> Opening | None: ...
+
+    def refuse(self, opening: Opening, name: str, reason: str) -> None: ...
 
 
 class Host:
-    """A worker's part of one server.
+    """This worker as a host of servers. The lock of the office guards what it keeps by key."""
 
-    The lock of its roster guards all of it but the parameters, which have one for each piece. Futures are resolved
-    without a lock: whoever waits for one may do anything.
-    """
+    def __init__(self, office: _Office) -> None:
+        self._office = office
+        self._shards: dict[tuple[str, int], Shard] = {}
 
-    def __init__(self, spec: Spec, life: Life, others: OtherHosts) -> None:
-        self._life = life
-        self._others = others
-        self._roster = Roster(spec)
-        self._copies = Copies(self._roster)
-        self._pieces: dict[str, Piece] = {}
-        self._is_closed = False
+    def report(self) -> dict[str, Kept]:
+        """Where the parameters stand that are here. This waits for an update that is being applied."""
+        found: dict[str, Kept] = {}
+        for (key, number), shard in self._shards.items():
+            with shard.lock:
+                before = found[key].shards if key in found else ()
+                found[key] = Kept(shard.step, shard.committed, (*before, number))
+        return found
 
-    @property
-    def spec(self) -> Spec:
-        return self._roster.spec
+    def open(self, opening: Opening, is_new: bool) -> None:
+        """Apply a step that was closed; and if this is a new generation, sum what comes from now on."""
+        with self._office.changed:
+            mine = [shard for (key, _), shard in self._shards.items() if key == opening.key]
+        for shard in mine:
+            with shard.lock:
+                epoch = self._office.epoch
+                # In a later epoch this host has reported otherwise.
+                if epoch is None or epoch.number != opening.epoch:
+                    return
+                if shard.step + 1 == opening.step and NEVER != shard.prepared == opening.committed:
+                    shard.apply()
+            shard.tell()
+        if is_new and opening.contributors:
+            for number in [number for number, name in enumerate(opening.hosts) if name == self._office.name]:
+                threading.Thread(
+                    target=self._work, args=(opening, number), name="torch_ucx_rpc-sums", daemon=True
+                ).start()
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether no trainer has done anything here yet."""
-        with self._roster.lock:
-            return not (self._pieces or self._roster.trainers)
+    def fill(self, key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
+        """Take the parameters of a trainer, unless there are some."""
+        with self._office.changed:
+            shard = self._find(key, number, spec)
+            if shard is None:
+                opening = self._office.opening(key)
+                if opening is not None and opening.step:
+                    raise RuntimeError(self._lost(key))
+                shard = self._shards[key, number] = Shard(spec, _path(spec, key, number), tensors)
+            return Fill(shard.shapes, shard.restored_from)
 
-    def refusal(self, spec: Spec) -> str | None:
-        """Why a trainer may not use the server, if it asks for another one than has been made."""
-        return self.spec.refusal(spec, self._roster.has_begun)
+    def parameters(self, key: str, number: int, spec: Spec, step: int) -> Future[list[Tensor]]:
+        """The parameters after a step. RuntimeError if they are lost."""
+        with self._office.changed:
+            shard = self._find(key, number, spec)
+        if shard is None:
+            raise RuntimeError(self._lost(key))
+        return shard.when(step)
 
-    def note_serve(self, trainer: Trainer) -> None:
-        """A worker has called serve: it is a trainer."""
-        with self._roster.lock:
-            self._roster.note_serve(trainer.life)
+    def _lost(self, key: str) -> str:
+        return (
+            f"worker {self._office.name!r} has no parameters of {key!r}: they were with a host that has been lost. "
+            f"reduction.serve(..., checkpoint='a folder that all hosts see') keeps a copy on disk"
+        )
 
-    def is_newcomer(self, trainer: Trainer) -> bool:
-        """Whether a trainer comes after the first round, which has not waited for it."""
-        with self._roster.lock:
-            return self._roster.is_newcomer(trainer)
+    def _find(self, key: str, number: int, spec: Spec) -> Shard | None:
+        """The parameters of a shard, of the checkpoint if there are none here. The caller holds the lock."""
+        known = self._shards.get((key, number))
+        path = _path(spec, key, number)
+        if known is None and path is not None and path.exists():
+            try:
+                known = self._shards[key, number] = Shard.restored(spec, path)
+            except Exception as error:
+                raise RuntimeError(
+                    f"worker {self._office.name!r} cannot restore {key!r} from the checkpoint {path}: "
+                    f"{type(error).__name__}: {error}. It is damaged, or of another optimizer: put a whole one in its "
+                    f"place, or give another folder as checkpoint"
+                ) from error
+        return known
 
-    # -- who is there
+    # -- sums
 
-    def on_gone(self, life: int, name: str, has_successor: bool = False) -> None:
-        """A worker has ended. ``has_successor``: another one of that name is the host, or expected."""
-        with self._roster.lock:
-            if name in self.spec.hosts and not has_successor:
-                self._roster.lost_hosts.add(name)
-                for piece in self._pieces.values():
-                    piece.forget_host(name)
-            self._roster.on_gone(life, name, has_successor)
-            self._forget(life)
-        self._advance_all()
-
-    def close(self) -> None:
-        """This worker leaves: all who wait here go to another host."""
-        with self._roster.lock:
-            self._is_closed = True
-            pushes = [future for piece in self._pieces.values() for future in piece.close()]
-            entered = self._copies.close()
-        for push in pushes:
-            push.set_result(Answer(LEFT))
-        for waiting in entered:
-            waiting.set_result(NOWHERE)
-
-    def note_lost(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Hosts that a trainer has lost; all that are known to be."""
-        own_name = self._life.info.name
-        with self._roster.lock:
-            self._roster.lost_hosts.update(name for name in names if name != own_name)
-            return tuple(sorted(self._roster.lost_hosts))
-
-    def leave(self, trainer: Trainer) -> None:
-        """A trainer takes part no more."""
-        with self._roster.lock:
-            self._roster.leave(trainer)
-            self._forget(trainer.life)
-        self._advance_all()
-
-    def let_go(self, model: str, trainer: Trainer) -> None:
-        """A trainer has no copy of a model any more, and may train others."""
-        with self._roster.lock:
-            self._roster.let_go(model, trainer)
-            self._copies.let_go(model, trainer)
-            if not self._roster.awaited(model):
-                # Nobody trains it any more.
-                self._pieces = {name: piece for name, piece in self._pieces.items() if piece.model != model}
-        self._advance_all()
-
-    def _forget(self, life: int) -> None:
-        self._copies.forget(life)
-        for piece in self._pieces.values():
-            piece.forget(life)
-
-    def _advance_all(self) -> None:
-        with self._roster.lock:
-            entered = self._copies.take_entered()
-            pieces = list(self._pieces.values())
-        for waiting, entry in entered:
-            waiting.set_result(entry)
-        for piece in pieces:
-            piece.advance_all()
-
-    def expect(self, trainers: int, names: tuple[str, ...], is_all: bool) -> None:
-        """Have the first round wait for so many trainers, or also for these; with ``is_all``, for these alone."""
-        with self._roster.lock:
-            self._roster.expect(trainers, names, is_all)
-        self._advance_all()
-
-    def admit(self, admission: Admission) -> None:
-        """Wait for a trainer from now on."""
-        trainer, donor = admission.trainer, admission.donor
-        with self._roster.lock:
-            if self._roster.is_gone(trainer) or self._roster.has_given_up(trainer, admission.request):
-                return
-            self._roster.count_with(trainer, donor)
-            for name in admission.pieces:
-                self._piece(name).admit(trainer, None if admission.is_repeated else donor)
-
-    def enter(self, model: str, trainer: Trainer) -> Future[Entry]:
-        """From whom a trainer gets the parameters of its copy of a model."""
-        future: Future[Entry] = Future()
-        with self._roster.lock:
-            entered = [(future, NOWHERE)] if self._is_closed else self._copies.enter(model, trainer, future)
-        for waiting, entry in entered:
-            waiting.set_result(entry)
-        return future
-
-    def hold(self, model: str, trainer: Trainer) -> None:
-        """A trainer has a copy of a model now, and can give it to others."""
-        with self._roster.lock:
-            entered = self._copies.hold(model, trainer)
-        for waiting, entry in entered:
-            waiting.set_result(entry)
-
-    def models(self) -> list[str]:
-        """The models of which some trainer has a copy."""
-        with self._roster.lock:
-            return self._copies.held()
-
-    def hold_no_more(self, model: str, trainer: Trainer, request: int) -> None:
-        """A trainer's copy of a model is behind, or it has not got one in time: nobody waits for it.
-
-        ``request``: its last one, for which another trainer may admit it still.
-        """
-        with self._roster.lock:
-            self._copies.let_go(model, trainer)
-            self._roster.give_up(trainer, request)
-        self._advance_all()
-
-    def absent(self, piece: str) -> list[str]:
-        """The trainers that are missing in the oldest open round of a piece."""
-        with self._roster.lock:
-            known = self._pieces.get(piece)
-            return [] if known is None else known.absent()
-
-    # -- pieces
-
-    def _piece(self, name: str) -> Piece:
-        """The caller holds the lock."""
-        piece = self._pieces.get(name)
-        if piece is None:
-            if self.spec.optimizer is None:
-                piece = Piece(name, self._roster, self._life)
+    def _work(self, opening: Opening, number: int) -> None:
+        """Sum what comes for one shard in one generation. A loop on a thread of its own."""
+        try:
+            channel = Channel(channel_of(opening.key), epoch=opening.generation)
+        except (ValueError, RuntimeError):
+            # It is over already.
+            return
+        try:
+            shard = None if opening.spec.optimizer is None else self._prepare(opening, number)
+            for index in itertools.count():
+                self._sum(channel, opening, f"{number}/{index}", shard)
+        except EpochEnded:
+            pass
+        except _Unfit as error:
+            self._office.refuse(opening, error.name, str(error))
+        except RpcError as error:
+            if was_lost(error) and error.name is not None:
+                self._office.group.suspect(error.name)
             else:
-                piece = ParameterPiece(name, self._roster, self._life, self._others)
-            self._pieces[name] = piece
-        return piece
+                _logger.info("%s sums no more of %s: %s", self._office.name, opening.key, error)
+        except Exception as error:
+            self._office.refuse(opening, "", f"host {self._office.name!r} cannot sum: {type(error).__name__}: {error}")
 
-    def push(self, push: Push, is_owned: bool) -> Future[Answer]:
-        """Take a trainer's tensors. ``is_owned``: they are memory of this process that nobody else reads."""
-        with self._roster.lock:
-            if self._is_closed:
-                future: Future[Answer] = Future()
-                future.set_result(Answer(LEFT))
-                return future
-            piece = self._piece(push.piece)
-            own_name = self._life.info.name
-            passed = set(itertools.takewhile(lambda name: name != own_name, self.spec.ring(push.shard)))
-            self._roster.lost_hosts |= passed
-        return piece.push(push, is_owned, takes_over=bool(passed) or self.spec.generation > 0)
+    def _prepare(self, opening: Opening, number: int) -> Shard:
+        key = opening.key
+        with self._office.changed:
+            shard = self._shards.get((key, number))
+            is_same = shard is not None and (shard.step, shard.committed) == (opening.step, opening.committed)
+            if shard is not None and not is_same and shard.committed != NEVER:
+                # Others have gone on without this host.
+                del self._shards[key, number]
+            shard = self._find(key, number, opening.spec)
+        if shard is None:
+            raise RuntimeError(self._lost(key))
+        if not is_same:
+            with shard.lock:
+                shard.go_to(opening.step, opening.committed)
+            shard.tell()
+        return shard
 
-    def keep_copy(self, push: Push) -> None:
-        with self._roster.lock:
-            piece = self._pieces.get(push.piece)
-        if piece is not None:
-            piece.keep_copy(push.trainer)
+    @staticmethod
+    def _sum(channel: Channel, opening: Opening, tag: str, shard: Shard | None) -> None:
+        """Sum a part of a bucket. In each generation they are numbered."""
+        names = opening.contributors
+        posted = [channel.post(name, tag) for name in names]
+        mean = _mean(names, [list(one.wait(0)) for one in posted])
+        if shard is not None:
+            _check_shapes(names[0], mean, shard)
+            shard.prepare(mean, opening.generation)
+            mean = [torch.empty(0)]
+        for name in opening.recipients:
+            channel.put(name, f"mean {tag}", mean, timeout=0)
 
-    def parameters(self, name: str) -> ParameterPiece:
-        """A piece of a server with an optimizer."""
-        with self._roster.lock:
-            piece = self._piece(name)
-        assert isinstance(piece, ParameterPiece)
-        return piece
+
+class _Unfit(ValueError):
+    """The gradients of a trainer do not fit."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+def _mean(names: Sequence[str], values: Sequence[list[Tensor]]) -> list[Tensor]:
+    """The mean over trainers, in the memory of the first one's tensors. They are added in the order of ranks."""
+    expected = [(tuple(tensor.shape), tensor.dtype) for tensor in values[0]]
+    for name, value in zip(names, values, strict=True):
+        got = [(tuple(tensor.shape), tensor.dtype) for tensor in value]
+        if got != expected:
+            index = next((i for i, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]), 0)
+            ours, theirs = (one[index] if index < len(one) else "nothing" for one in (got, expected))
+            raise _Unfit(
+                name,
+                f"trainer {name!r} pushes gradients of {_shown(ours)} as tensor {index}, and trainer {names[0]!r} "
+                f"has pushed {_shown(theirs)}: all trainers of a server must have the same model",
+            )
+    for total, *others in zip(*values, strict=True):
+        _add(total, others, len(names))
+    return values[0]
+
+
+def _check_shapes(name: str, mean: list[Tensor], shard: Shard) -> None:
+    got = [tuple(tensor.shape) for tensor in mean]
+    if got != shard.shapes:
+        raise _Unfit(
+            name, f"trainer {name!r} pushes gradients of {got}, and the server's parameters have {shard.shapes}"
+        )
+
+
+def _shown(shape: Any) -> str:
+    return f"{list(shape[0])} ({shape[1]})" if isinstance(shape, tuple) else str(shape)
+
+
+def _add(total: Tensor, others: Sequence[Tensor], divisor: int) -> None:
+    """``total += each of others``, then ``/= divisor``, with one pass through memory instead of one for each."""
+    is_flat = all(tensor.is_contiguous() for tensor in (total, *others))
+    if is_flat and total.device.type == "cpu" and total.numel() > _STEP:
+        parts = [total.view(-1).split(_STEP), *(other.view(-1).split(_STEP) for other in others)]
+    else:
+        parts = [(total,), *((other,) for other in others)]
+    for own, *rest in zip(*parts, strict=True):
+        for other in rest:
+            own.add_(other)
+        if divisor > 1:
+            own.div_(divisor)
+
+
+def _path(spec: Spec, key: str, shard: int) -> Path | None:
+    if spec.checkpoint is None:
+        return None
+    return Path(spec.checkpoint) / f"{key.replace('/', '-')}-{shard}.pt"

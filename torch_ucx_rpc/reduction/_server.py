@@ -1,108 +1,70 @@
-"""A server as one trainer sees it: `Server`, which `serve` returns."""
+"""`serve`, and the server that it returns: `Server`."""
 
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import itertools
-import string
+import os
+import pickle
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
+import torch.distributed.rpc as rpc
 from torch import Tensor
+from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
 
-from torch_ucx_rpc._arguments import got, wrong_type
-from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._arguments import (
+    check_callable,
+    check_count,
+    check_path,
+    check_str,
+    check_type,
+    wrong_type,
+    wrong_value,
+)
+from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc._workers.lost import was_lost
-from torch_ucx_rpc.reduction import _hosts
-from torch_ucx_rpc.reduction._messages import Admission, Answer, Push, Spec, Trainer
+from torch_ucx_rpc.reduction._host import Fill
+from torch_ucx_rpc.reduction._messages import NEVER, OptimizerFactory, Spec, hosts_of
+from torch_ucx_rpc.reduction._office import Office, TimedOut, fill, office
 from torch_ucx_rpc.reduction._plan import difference, spread
-from torch_ucx_rpc.reduction._results import results
-from torch_ucx_rpc.reduction._ring import HostRing
+from torch_ucx_rpc.reduction._steps import ASKING_S, Contributors, Steps
 
-
-class User(Protocol):
-    """A model that is trained by way of a server."""
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether this trainer has the model's state."""
-
-    def on_leave(self) -> None:
-        """This trainer takes part no more."""
-
-    def on_other_host(self, host: str) -> None:
-        """A host takes over from one that was lost."""
+# The name of a server that is spread over its trainers.
+_TRAINERS = "trainers"
 
 
 class Server:
-    """What `serve` returns: the server as one trainer sees it.
-
-    The open pieces and the users have a lock each; the positions are written by the pushes, one piece at a time.
+    """What `serve` returns: the server as one trainer sees it. As a context manager, it leaves at the end.
 
     Attributes:
         name (str): tells it from others.
-        hosts (tuple[str, ...]): the workers that share it.
+        hosts (tuple[str, ...]): the workers that share it; none where the trainers do.
         trainers (int): how many trainers the first step waits for; 1 where that is not known.
     """
 
-    def __init__(self, spec: Spec, life: Life, former: Server | None = None, lost: Iterable[str] = ()) -> None:
-        """``former``: by which this worker has left the server before. ``lost``: hosts that others do not use."""
-        self.life = life
-        self.trainer = Trainer.of(life)
-        self.ring = HostRing(spec, life, self.trainer, lost, self._on_other_host)
-        self._lock = threading.Lock()
-        # By piece: the round of the next push, and how many there have been. Without a round yet, that of the others.
-        self.positions: dict[str, int] = {}
-        # A host takes a number only once.
-        self._numbers: dict[str, Iterator[int]] = {} if former is None else former._numbers
-        # Pieces with a push that is not answered; a round takes one of each trainer.
-        self._open_pieces: set[str] = set()
-        # None for one that comes later, and until serve has found out whether it does.
-        self.first_round: int | None = None
-        # Models have numbers, in the order in which they are made.
-        self._numbers_of_models: Iterator[int] = itertools.count()
-        # Of the parameters, by piece.
-        self.origins: dict[str, int] = {}
-        self._shapes: list[tuple[int, ...]] | None = None
+    def __init__(self, spec: Spec, models: tuple[int, ...]) -> None:
+        self.office: Office = office()
+        self.spec = spec
         self.has_left = False
-        # Some shards have completed the last step of `push_pull`, and others have not.
-        self.is_pushed_in_part = False
-        # Models that are trained by way of it; the hosts are told when there is none any more.
-        self._users: weakref.WeakSet[User] = weakref.WeakSet()
-        self._open_users = 0
-        self._let_go_last: str | None = None
-        self._using = threading.Lock()
-        # Other trainers do not wait for this one until its next push.
-        self._is_idle = False
-
-    @property
-    def spec(self) -> Spec:
-        """What `serve` was told, and the hosts that it has now."""
-        return self.ring.spec
+        self.shapes: list[tuple[int, ...]] | None = None
+        # By kind: those of `push_pull`, which have no model to end with.
+        self.by_hand: dict[str, Steps] = {}
+        # Models have numbers, in the order in which they are made; a trainer that comes later begins with those of now.
+        self._numbers: Iterator[int] = itertools.chain(models, itertools.count(max(models, default=-1) + 1))
+        self._steps: list[weakref.ref[Steps]] = []
 
     @property
     def name(self) -> str:
         return self.spec.name
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this trainer has neither left nor let go of its models."""
-        return not (self.has_left or self._is_idle)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this trainer has done a step."""
-        return bool(self.positions)
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether steps wait for this trainer: it does not come later than others, and wait for their state."""
-        is_in_rounds = self.has_begun or self.first_round is not None
-        return is_in_rounds and all(user.has_joined for user in list(self._users))
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -110,161 +72,355 @@ class Server:
 
     @property
     def trainers(self) -> int:
-        return self.spec.expected
+        return self.spec.expected if isinstance(self.spec.expected, int) else len(self.spec.expected)
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """How many steps each model of this trainer has done."""
+        return {steps.name: steps.standing.step for steps in self._living() if steps.standing.step != NEVER}
+
+    @property
+    def contributors(self) -> Contributors | None:
+        """Whose gradients are in the mean of the last step of this trainer; None before the first one.
+
+        The names of their workers, the index of this trainer among them (None if it came late), and the divisor.
+        """
+        return max(
+            (steps.contributors_at for steps in self._living() if steps.contributors_at is not None),
+            default=(0.0, None),
+        )[1]
+
+    def lost_hosts(self) -> tuple[str, ...]:
+        """The hosts that are in the present epoch no more."""
+        epoch = self.office.epoch
+        members = {one.name for one in epoch.members} if epoch is not None else set()
+        return tuple(name for name in self.hosts if name not in members)
 
     def __repr__(self) -> str:
-        return f"<reduction.Server {self.name!r} on {', '.join(self.hosts)}>"
+        return f"<reduction.Server {self.name!r} on {', '.join(self.hosts) or 'its trainers'}>"
 
-    # -- its users on this worker
+    def __enter__(self) -> Server:
+        return self
 
-    def take_part(self) -> None:
-        """Have the hosts wait for this trainer from now on, before its first push."""
-        self._is_idle = False
-        self.ring.call_all(_hosts.admit, self.spec.key, Admission(self.trainer, self.trainer))
+    def __exit__(self, *_: Any) -> None:
+        self.leave()
 
     def leave(self) -> None:
-        """Take part no more: the other trainers do not wait for this one from now on."""
-        self.before_leaving()
-        failure: RuntimeError | None = None
-        for name in self.hosts:
-            try:
-                self.ring.call(name, _hosts.leave, self.spec.key, self.trainer)
-            except RuntimeError as error:
-                if not was_lost(error):
-                    failure = error
-        if failure is not None:
-            raise failure
-
-    def before_leaving(self) -> None:
-        """Take part no more; the hosts hear of it, or see the end of this worker."""
+        """Take part no more: the other trainers go on without this one."""
         self.has_left = True
-        for user in list(self._users):
-            user.on_leave()
+        for steps in self._living():
+            steps.leave(is_told=False)
+        with self.office.changed:
+            self.office.servers.pop(self.name, None)
+            self.office.left.add(self.name)
+        with contextlib.suppress(RuntimeError, TimedOut):
+            self.office.ask(time.monotonic() + ASKING_S, "leave", self.name)
 
-    def name_for(self, kind: str, user: User, on_let_go: Callable[[], None] | None = None) -> str:
-        """A prefix for the pieces of a model; trainers that ask in the same order get the same.
-
-        When the model is gone, this trainer is not waited for in its rounds any more; and when all are, in none until
-        it pushes again. ``on_let_go`` is called when this one is gone; it must not refer to it.
-        """
-        with self._using:
-            self._open_users += 1
-        self._users.add(user)
+    def make(self, kind: str, user: object, **options: Any) -> Steps:
+        """The steps of a new model; when ``user`` is gone, the others go on without this trainer."""
+        self.check()
+        steps = self.make_by_hand(f"{kind}{next(self._numbers)}", **options)
         # Whatever thread collects garbage may hold any lock.
-        name = f"{kind}{next(self._numbers_of_models)}"
-        weakref.finalize(user, self._begin_to_let_go, name, on_let_go).atexit = False
-        return name
+        leave = threading.Thread(target=steps.leave, name="torch_ucx_rpc-leave", daemon=True)
+        weakref.finalize(user, leave.start).atexit = False
+        return steps
 
-    def join(self) -> None:
-        """Take part from the rounds on that are open then, in the models that others have."""
-        held = {name for names in self.ring.call_all(_hosts.models, self.spec.key) for name in names}
-        numbers = sorted(int(name.lstrip(string.ascii_letters)) for name in held)
-        self._numbers_of_models = itertools.chain(numbers, itertools.count(max(numbers, default=-1) + 1))
+    def make_by_hand(self, name: str, **options: Any) -> Steps:
+        options.setdefault("expected", self.spec.expected)
+        steps = Steps(self.name, name, **options)
+        self._steps = [one for one in self._steps if one() is not None]
+        self._steps.append(weakref.ref(steps))
+        return steps
 
-    def _begin_to_let_go(self, *arguments: Any) -> None:
-        threading.Thread(target=self._let_go, args=arguments, name="torch_ucx_rpc-leave", daemon=True).start()
+    def _living(self) -> list[Steps]:
+        return [steps for one in self._steps if (steps := one()) is not None]
 
-    def _let_go(self, name: str, on_let_go: Callable[[], None] | None) -> None:
-        if on_let_go is not None:
-            on_let_go()
-        with self._using:
-            self._open_users -= 1
-            former, self._let_go_last = self._let_go_last, name
-            # After the shutdown of RPC nobody waits.
-            with contextlib.suppress(RuntimeError):
-                if former is not None:
-                    # If a host is lost, others may ask for the last results of this model still, and of no former one.
-                    results().drop(self.name, former)
-                if self.has_left:
-                    return
-                self.ring.call_all(_hosts.let_go, self.spec.key, name, self.trainer)
-                if not self._open_users:
-                    self._is_idle = True
-                    self.ring.call_all(_hosts.leave, self.spec.key, self.trainer)
+    def check(self) -> None:
+        """RuntimeError if this trainer has left."""
+        if self.has_left:
+            raise RuntimeError(f"this trainer has left {self!r}: call reduction.serve again to take part")
 
     def check_quorum(self, quorum: int | None) -> None:
         """ValueError for a quorum that there can never be."""
         if quorum is None:
             return
-        if not isinstance(quorum, int) or isinstance(quorum, bool):
-            raise wrong_type("quorum", "an int", quorum)
-        if quorum < 1:
-            raise ValueError(f"quorum must be 1 at least; {got(quorum)}: without a quorum all trainers count")
-        most = max(self.trainers, 1 if self.trainers > 1 else len(self.life.living()))
+        check_count("quorum", 1, "a number of trainers", quorum)
+        most = max(self.trainers, 1 if self.trainers > 1 else len(self.office.life.living()))
         if quorum > most:
             raise ValueError(
                 f"quorum={quorum} can never be reached: there are {most} trainers, of which that many would have to "
                 f"come for each step; give at most {most}, or serve(..., trainers=N) if more will join"
             )
 
-    # -- its hosts
-
-    def on_gone(self, name: str) -> None:
-        """A worker has ended."""
-        if name in self.hosts:
-            self.ring.lose(name)
-
-    def lost_hosts(self) -> tuple[str, ...]:
-        """Those of the hosts that this worker does not use any more."""
-        return self.ring.lost()
-
-    def expect(self, trainers: int) -> None:
-        """The first step waits for that many trainers, whatever `serve` has been told."""
-        self.ring.call_all(_hosts.expect, self.spec.key, trainers, ())
-        self.ring.spec = self.spec._replace(expected=trainers, expected_names=())
-
-    def _on_other_host(self, name: str) -> None:
-        if self.takes_part:
-            for user in list(self._users):
-                user.on_other_host(name)
-
-    # -- pushes
-
-    def next_push(self, piece: str, shard: int, tensors: list[Tensor], quorum: int | None) -> Push:
-        """The push of a piece that is to be sent now; `end_push` goes with it.
-
-        RuntimeError if this trainer has left, or the former push of the piece has not been answered.
-        """
-        if self.has_left:
-            raise RuntimeError(f"this trainer has left {self!r}: call reduction.serve again to take part")
-        with self._lock:
-            if piece in self._open_pieces and not self.spec.asynchronous:
-                raise RuntimeError(
-                    f"the former push to {self!r} has not been answered: wait for it before the next one, or give the "
-                    f"two servers of their own by reduction.serve(..., name=...)"
-                )
-            self._open_pieces.add(piece)
-            number = next(self._numbers.setdefault(piece, itertools.count()))
-        self._is_idle = False
-        at = self.positions.get(piece, self.first_round)
-        return Push(
-            self.spec.key, piece, shard, self.trainer, at, quorum, number, False, tensors, self.origins.get(piece)
-        )
-
-    def end_push(self, push: Push) -> None:
-        """A push is answered, or has failed."""
-        with self._lock:
-            self._open_pieces.discard(push.piece)
-
-    def accept(self, push: Push, answer: Answer) -> None:
-        """Note what an answer says of the rounds to come."""
-        self.positions[push.piece] = answer.next_round
-        if self.ring.may_change and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
-            results().keep(self.name, push.piece, answer.next_round - 1, answer.tensors)
-
-    def assign(self, tensors: Sequence[Tensor]) -> list[int]:
-        """The shard of each tensor: the largest first, each to the shard with the least so far.
-
-        Raises ValueError for tensors of other shapes than those that `keep_shapes` was called for.
-        """
+    def check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        """ValueError for tensors of other shapes than the first ones."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        if self._shapes is not None and shapes != self._shapes:
+        if self.shapes is not None and shapes != self.shapes:
             raise ValueError(
-                f"gradients of another shape than the server's: {difference(shapes, self._shapes)}. Push the gradients "
+                f"gradients of another shape than the server's: {difference(shapes, self.shapes)}. Push the gradients "
                 f"of all parameters, in the same order, each time"
             )
-        return spread([tensor.numel() for tensor in tensors], self.spec.shards)
 
-    def keep_shapes(self, tensors: Sequence[Tensor]) -> None:
-        """The hosts have accepted tensors of these shapes: others are refused from now on."""
-        self._shapes = [tuple(tensor.shape) for tensor in tensors]
+
+class _Servers:
+    """The servers that this worker uses, by name."""
+
+    def __init__(self, life: Life) -> None:
+        self.lock = threading.Lock()
+        self.servers: dict[str, Server] = {}
+        # A worker that waits in its shutdown trains no more.
+        life.before_leaving(self._leave)
+
+    def _leave(self) -> None:
+        for server in self.servers.values():
+            if not server.has_left:
+                server.leave()
+
+
+_servers = PerLife(_Servers)
+
+
+def serve(
+    *hosts: str | WorkerInfo,
+    trainers: int | Sequence[str] | None = None,
+    parameters: Iterable[Tensor] | None = None,
+    optimizer: OptimizerFactory | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 100,
+    name: str | None = None,
+) -> Server:
+    """The server that sums the gradients of several trainers; every trainer calls this alike.
+
+    Args:
+        hosts: names of the workers that share the work; they need not call anything. Without any, the trainers share
+            it themselves.
+        trainers: how many trainers the first step waits for, or the names of their workers (default: in a group of
+            fixed size, all workers but the hosts; otherwise 1). Later ones take part as soon as they come.
+        parameters: tensors that the hosts keep and update, for `push_pull`; the first trainer's are taken.
+        optimizer: makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD, lr=0.1)``.
+            It must be picklable.
+        checkpoint (str): folder in which the hosts save parameters and optimizer, for one that takes over or is started
+            anew; all hosts must see it.
+        checkpoint_every (int): updates between two of these. (default: 100)
+        name (str): tells apart servers with the same hosts.
+
+    Raises ValueError for a host that is no worker of the job, naming those that come close, and for arguments other
+    than the first trainer's; RuntimeError where RPC is not running or all hosts are lost.
+
+    Example::
+
+        >>> server = reduction.serve("ps0", "ps1")
+    """
+    _check_options(checkpoint, checkpoint_every, name)
+    names = _check_hosts(hosts)
+    _check_trainers(trainers)
+    listed = None if parameters is None else _list_of(parameters)
+    _check_state(optimizer, listed, checkpoint, names)
+    known = _servers()
+    life = office().life
+    absent = _absent(names, life)
+    spec = Spec(
+        name or ",".join(names) or _TRAINERS,
+        names,
+        _expected(trainers, names, life),
+        None if optimizer is None else pickle.dumps(optimizer),
+        None if checkpoint is None else str(checkpoint),
+        checkpoint_every,
+    )
+    with known.lock:
+        models = _ask(spec, absent)
+        server = known.servers.get(spec.name)
+        if server is None or server.has_left:
+            server = known.servers[spec.name] = Server(spec, models)
+    if listed is not None:
+        detached = [parameter.detach() for parameter in listed]
+        _give_parameters(server, detached)
+        server.shapes = [tuple(tensor.shape) for tensor in detached]
+    return server
+
+
+def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
+    """Have the decider know the server; return the numbers of the models that are being trained.
+
+    ``absent``: the refusal of a host that is not there, unless others know the server.
+    """
+    own = office()
+    timeout = get_rpc_timeout()
+    try:
+        answer = own.ask(time.monotonic() + timeout if timeout else None, "serve", spec, absent is None)
+    except TimedOut:
+        raise RuntimeError(
+            f"{spec.name!r} could not be made within rpc_timeout: the decider of the group does not answer"
+        ) from None
+    if isinstance(answer, str):
+        raise ValueError(answer or absent)
+    with own.changed:
+        own.servers[spec.name] = spec
+        own.left.discard(spec.name)
+    models: tuple[int, ...] = answer
+    return models
+
+
+def _give_parameters(server: Server, tensors: list[Tensor]) -> None:
+    """Have the hosts keep parameters: the first trainer's. ValueError where the others have had other shapes."""
+    shards = len(server.hosts)
+    of = spread([tensor.numel() for tensor in tensors], shards)
+    key = f"{server.name}/parameters"
+    for shard in range(shards):
+        mine = [tensor for tensor, its in zip(tensors, of, strict=True) if its == shard]
+        kept = _fill(server, key, shard, mine)
+        shapes = [tuple(tensor.shape) for tensor in mine]
+        if kept.shapes != shapes:
+            cure = (
+                "all trainers must give the same model"
+                if kept.restored_from is None
+                else f"they are those of the checkpoint {kept.restored_from}. Give the model that was saved there, or "
+                f"another folder as checkpoint"
+            )
+            raise ValueError(
+                f"the parameters of this trainer have the shapes {shapes}, and the server's {kept.shapes}: {cure}"
+            )
+
+
+def _fill(server: Server, key: str, number: int, tensors: list[Tensor]) -> Fill:
+    own = server.office
+    while True:
+        with own.changed:
+            opening, epoch = own.opening(key), own.epoch
+        assert epoch is not None
+        living = {one.name for one in epoch.members}
+        hosts = opening.hosts if opening is not None else hosts_of(server.spec, living, {})
+        if not hosts:
+            raise RuntimeError(f"all hosts of the server {server.name!r} are lost: {', '.join(server.hosts)}")
+        try:
+            kept: Fill = rpc.rpc_sync(hosts[number], fill, args=(key, number, server.spec, tensors))
+        except RuntimeError as error:
+            if not was_lost(error):
+                raise
+            own.group.suspect(hosts[number])
+            with own.changed:
+                while own.epoch is epoch:
+                    own.sleep(None)
+        else:
+            return kept
+
+
+def _check_hosts(hosts: tuple[Any, ...]) -> tuple[str, ...]:
+    for host in hosts:
+        check_type("each of hosts", (str, WorkerInfo), "the name of a worker, or its WorkerInfo", host)
+    names = tuple(host.name if isinstance(host, WorkerInfo) else host for host in hosts)
+    if len(set(names)) != len(names):
+        raise ValueError(f"the hosts of a server must be different workers; they are {', '.join(names)}")
+    return names
+
+
+def _absent(names: tuple[str, ...], life: Life) -> str | None:
+    """A refusal where a name is no living worker's, unless others know the server: then it has died."""
+    workers = [info.name for info in life.living()]
+    for name in names:
+        if name not in workers:
+            close = difflib.get_close_matches(name, workers, n=3)
+            hint = f"close to it: {', '.join(close)}" if close else f"the workers are {', '.join(workers)}"
+            return f"{name!r} cannot be a host of a server: no living worker has that name; {hint}"
+    return None
+
+
+def _check_options(checkpoint: Any, checkpoint_every: Any, name: Any) -> None:
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint)
+    if name is not None:
+        check_str("name", name)
+        if "/" in name:
+            raise wrong_value("name", "without a slash", name)
+    check_count("checkpoint_every", 1, "a number of updates", checkpoint_every)
+
+
+def _list_of(parameters: Any) -> list[Any]:
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        raise wrong_type("parameters", "several tensors, as model.parameters()", parameters)
+    return list(parameters)
+
+
+def _check_state(optimizer: Any, parameters: list[Any] | None, checkpoint: Any, names: tuple[str, ...]) -> None:
+    if optimizer is not None:
+        check_callable("optimizer", "a function that makes an optimizer of a list of parameters", optimizer)
+    if (optimizer is None) != (parameters is None):
+        raise ValueError(
+            "a server that updates needs both, parameters=model.parameters() and "
+            "optimizer=functools.partial(torch.optim.SGD, lr=...); one that takes means of gradients needs neither"
+        )
+    if optimizer is None or parameters is None:
+        if checkpoint is not None:
+            raise ValueError("checkpoint is for a server with an optimizer: without one it has nothing to keep")
+        return
+    if not names:
+        raise ValueError(
+            "a server that updates needs hosts, as in reduction.serve('ps0', parameters=..., optimizer=...)"
+        )
+    try:
+        pickle.dumps(optimizer)
+    except Exception as error:
+        raise TypeError(
+            f"the optimizer goes to the server by pickle, which cannot take {optimizer!r} ({error}): give a function "
+            f"of a module, or functools.partial(torch.optim.SGD, lr=0.1)"
+        ) from error
+    _check_parameters(parameters, optimizer)
+
+
+def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) -> None:
+    """Refuse here what the hosts could not use."""
+    if not parameters:
+        raise ValueError("a server that updates needs parameters, and parameters is empty: give model.parameters()")
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters are tensors, and number {index} is {parameter!r}: give model.parameters()")
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise TypeError(
+                f"an optimizer cannot update parameter {index}, whose dtype is {parameter.dtype}: give it as floating "
+                f"point, or leave it out"
+            )
+    try:
+        made: Any = optimizer([torch.nn.Parameter(parameter.detach()) for parameter in parameters])
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer!r} makes no optimizer of these parameters: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must make a torch.optim.Optimizer; {optimizer!r} makes {made!r}")
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"a server cannot update by {type(made).__name__}: its step() takes a closure that computes the loss "
+            f"again, and the server has gradients alone. Optimizers whose step() needs nothing can be used, such as "
+            f"torch.optim.SGD or Adam"
+        )
+
+
+def _check_trainers(trainers: Any) -> None:
+    if trainers is None:
+        return
+    if isinstance(trainers, bool) or not isinstance(trainers, (int, list, tuple)):
+        raise wrong_type("trainers", "how many there are, or a list of names of workers", trainers)
+    if isinstance(trainers, int):
+        if trainers < 1:
+            raise wrong_value("trainers", "1 at least", trainers)
+        return
+    for trainer in trainers:
+        check_str("each of trainers", trainer)
+    if not trainers or len(set(trainers)) != len(trainers):
+        raise wrong_value("trainers", "different workers, one at least", trainers)
+
+
+def _expected(trainers: int | Sequence[str] | None, names: tuple[str, ...], life: Life) -> int | tuple[str, ...]:
+    """How many trainers the first step waits for, or which, where that is known."""
+    workers = [info.name for info in life.agent.get_worker_infos()]
+    if trainers is None:
+        return (tuple(name for name in workers if name not in names) or (life.info.name,)) if life.is_static else 1
+    if isinstance(trainers, int):
+        return trainers
+    for trainer in trainers if life.is_static else ():
+        if trainer not in workers:
+            raise ValueError(
+                f"{trainer!r} cannot be a trainer: no worker has that name; the workers are {', '.join(workers)}"
+            )
+    return tuple(trainers)

@@ -1,4 +1,4 @@
-"""Trainers, and the hosts of their gradients, are killed and restarted: all copies of the model must stay equal.
+"""Kill, stop and start again trainers and the hosts of their gradients: all copies of the model must stay equal.
 
     python -m tests.soak.training --minutes 1
 
@@ -43,10 +43,13 @@ _STARTING_S = 60.0
 _ENDING_S = 60.0
 # Trainers that train on after others have left may differ.
 _LAST_S = 0.5
-# The time until a restarted host has a replica.
-_REPLICATING_S = 3.0
 _PAUSES_S = (0.1, 0.3, 0.6, 1.0)
 _ABSENCES_S = (0.0, 0.5, 2.0)
+# Of strikes, so many stop a worker instead of killing it: for a moment, or until the others have left it out.
+_STOPPING = 0.3
+_STOPS_S = (0.5, 2.0, 7.0)
+# After so long a worker is in touch with the others. If all that are end at once, the rest stops (membership.md).
+_SETTLING_S = 6.0
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -59,8 +62,8 @@ class Kind:
     trainers: int
     hosts: tuple[str, ...] = ()
     quorum: int | None = None
-    # The hosts have the optimizer and the parameters, and each has a replica of the other's.
-    replica: bool = False
+    # The hosts have the optimizer and the parameters, and save them.
+    keeps: bool = False
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -72,7 +75,7 @@ KINDS = (
     Kind("one host", 3, ("host0",)),
     Kind("two hosts", 3, ("host0", "host1")),
     Kind("a quorum", 4, quorum=3),
-    Kind("parameters on two hosts", 3, ("host0", "host1"), replica=True),
+    Kind("parameters on two hosts", 3, ("host0", "host1"), keeps=True),
 )
 
 
@@ -118,13 +121,14 @@ class Journal:
 
 def train(kind: Kind, folder: Path) -> None:
     torch.manual_seed(rpc.get_worker_info().id)
-    server = train_parameters_of_hosts(kind, folder) if kind.replica else train_copies(kind, folder)
+    server = train_parameters_of_hosts(kind, folder) if kind.keeps else train_copies(kind, folder)
     server.leave()
 
 
 def train_parameters_of_hosts(kind: Kind, folder: Path) -> reduction.Server:
     parameters = [torch.zeros(64), torch.zeros(1000)]
-    server = serve(kind, parameters=parameters, optimizer=functools.partial(torch.optim.Adam, lr=0.01), replica=True)
+    adam = functools.partial(torch.optim.Adam, lr=0.01)
+    server = serve(kind, parameters=parameters, optimizer=adam, checkpoint=folder / "saved", checkpoint_every=1)
     journal = Journal(folder, server)
     while not (folder / "stop").exists():
         parameters = reduction.push_pull(server, [torch.randn_like(parameter) for parameter in parameters])
@@ -177,6 +181,8 @@ class Job:
         self._processes: dict[str, Any] = {}
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
+        self._stopped: dict[str, float] = {}
+        self.stops = 0
         self.killed: list[tuple[float, str]] = []
         for name in kind.workers:
             self._start(name)
@@ -206,24 +212,36 @@ class Job:
             for name in [name for name, at in self._returns.items() if now > at]:
                 del self._returns[name]
                 self._start(name)
+            self._continue(now)
             self._look()
             if now > strike_at:
                 strike_at = now + self._choices.choice(_PAUSES_S)
                 self._strike(now)
 
+    def _continue(self, now: float = float("inf")) -> None:
+        """Let the stopped go on whose time is over."""
+        for name in [name for name, at in self._stopped.items() if now > at]:
+            del self._stopped[name]
+            self._began[name] = time.time()
+            os.kill(self._processes[name].pid, signal.SIGCONT)
+
     def _strike(self, now: float) -> None:
-        """Kill one process, but leave one of several hosts, and a trainer with the state of the model."""
-        living = [name for name in self._processes if name not in self._returns]
+        """Kill or stop one. A host, a trainer with the state, and a worker in touch are left."""
+        living = [name for name in self._processes if name not in self._returns and name not in self._stopped]
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         may_lose_host = len(hosts) > 1 or len(self._kind.hosts) == 1
-        if self._kind.replica:
-            # The other one must have had time to start and to get all of this one's state.
-            may_lose_host &= all(time.time() - self._began[host] > _REPLICATING_S for host in hosts)
         candidates = [*(hosts if may_lose_host else []), *(trainers if len(trainers) > 1 else [])]
+        settled = [name for name in living if time.time() - self._began[name] > _SETTLING_S]
+        candidates = [name for name in candidates if settled not in ([], [name])]
         if not candidates:
             return
         name = self._choices.choice(candidates)
+        if self._choices.random() < _STOPPING and not self._stopped:
+            self._stopped[name] = now + self._choices.choice(_STOPS_S)
+            self.stops += 1
+            os.kill(self._processes[name].pid, signal.SIGSTOP)
+            return
         self.killed.append((time.time(), f"{name}-{self._processes[name].pid}"))
         self._processes[name].kill()
         self._processes[name].join()
@@ -231,7 +249,7 @@ class Job:
 
     def _look(self) -> None:
         for name, process in self._processes.items():
-            if name in self._returns:
+            if name in self._returns or name in self._stopped:
                 continue
             if process.exitcode is not None:
                 raise Failed(f"{name} has ended by itself: {self._why(name)}")
@@ -244,7 +262,8 @@ class Job:
         return failure.read_text() if failure.exists() else f"exit code {self._processes[name].exitcode}"
 
     def end(self) -> None:
-        """Let all leave. A trainer that has not begun yet would wait for the others, and is killed."""
+        """Have all leave. A trainer that has not begun yet would wait for the others, and is killed."""
+        self._continue()
         for name in self._returns.keys() & set(self._kind.hosts):
             del self._returns[name]
             self._start(name)
@@ -346,7 +365,8 @@ def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
     if found is None and not (kills["trainer"] and (kills["host"] or not kind.hosts)):
         found = "not everything has been killed that was to be"
     killed = " and ".join(f"{count} {what}s" for what, count in kills.items())
-    print(f"{kind.title}: {len(done)} steps, {killed or 'nobody'} killed: {found or 'nothing was found'}", flush=True)
+    killed = f"{killed or 'nobody'} killed, {job.stops} stops"
+    print(f"{kind.title}: {len(done)} steps, {killed}: {found or 'nothing was found'}", flush=True)
     return found is None
 
 
@@ -356,7 +376,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: any)")
     arguments = parser.parse_args()
     print(f"soak of training: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
-    _PROCESSES.set_forkserver_preload(["soak.training"])
+    _PROCESSES.set_forkserver_preload(["tests.soak.training"])
     choices = random.Random(arguments.seed)
     results = [run(kind, choices, 60 * arguments.minutes / len(KINDS)) for kind in KINDS]
     return 0 if all(results) else 1

@@ -1,0 +1,235 @@
+"""Steps of a model over a simulated network: deaths, takeovers, late trainers, leaves, messages that come late."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
+from torch_ucx_rpc.reduction._messages import NEVER, Opening, Report, Spec
+
+# CI's. A night may have more.
+SCHEDULES = int(os.environ.get("REDUCTION_SCHEDULES", "6000"))
+SPEC = Spec("server", ("host",), 1, None, None, 100)
+
+
+class Trainer:
+    """A trainer, whose copy of the model is what it began with and the sums that it has applied."""
+
+    def __init__(self, name: str, quorum: int | None, expected: int) -> None:
+        self.name = name
+        self.epoch = 0
+        self.standing = Standing()
+        self.copy: list[object] = [name]
+        self.opening: Opening | None = None
+        self.quorum, self.expected = quorum, expected
+        self.mean: object = None
+        self.is_in_step = self.has_left = False
+        self.number = 0
+
+    def report(self) -> Report:
+        at = self.standing
+        self.number += 1
+        return Report(
+            self.number,
+            at.step,
+            at.committed,
+            at.prepared,
+            at.void,
+            self.is_in_step,
+            at.is_late,
+            self.has_left,
+            self.quorum,
+            self.expected,
+        )
+
+
+class World:
+    """Trainers, one of which decides, and a host that sums. Messages arrive in any order, or after an epoch.
+
+    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. So have all that
+    are in one step of an opening.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.expected = self.random.randint(2, 5)
+        self.quorum = self.random.choice([None, self.random.randint(1, self.expected)])
+        self.names = 0
+        self.trainers: dict[str, Trainer] = {}
+        self.epoch = 0
+        self.ledger: Ledger | None = None
+        self.reports: dict[str, Report] = {}
+        # To whom, in which epoch, and what: an opening, or for the decider a report.
+        self.mail: list[tuple[str, int, Opening | Report]] = []
+        self.puts: dict[tuple[int, int], dict[str, object]] = {}
+        self.next_gradient = 0
+        for _ in range(self.expected):
+            self.come()
+
+    def come(self) -> None:
+        name = f"t{self.names}"
+        self.names += 1
+        self.trainers[name] = Trainer(name, self.quorum, self.expected)
+        self.begin_epoch()
+
+    def living(self) -> list[Trainer]:
+        return list(self.trainers.values())
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.reports = {}
+        self.ledger = None
+
+    def enter(self, one: Trainer) -> None:
+        """The trainer hears of the epoch, and reports. When all have, the decider begins."""
+        one.epoch = self.epoch
+        self.reports[one.name] = one.report()
+        if self.reports.keys() < self.trainers.keys():
+            return
+        ranks = {name: int(name[1:]) for name in self.trainers}
+        left = {one.name for one in self.living() if one.has_left}
+        first = next(iter(self.reports.values()))
+        self.ledger = Ledger("model", self.epoch, ranks, SPEC, ("host",), first, left=left)
+        self.ledger.resume(self.reports, ())
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        assert self.ledger is not None
+        openings, self.ledger.openings = self.ledger.openings, []
+        self.mail += [(name, self.epoch, opening) for opening in openings for name in self.ledger.trainers]
+
+    def say(self, one: Trainer) -> None:
+        self.mail.append((one.name, one.epoch, one.report()))
+
+    # -- a trainer
+
+    def go_on(self, one: Trainer) -> None:
+        """What a trainer does of itself."""
+        at, opening = one.standing, one.opening
+        if one.has_left or opening is None or opening.epoch != one.epoch:
+            return
+        what = at.judge(opening, one.name)
+        if not one.is_in_step and what is not Next.TAKE:
+            # It is between two steps.
+            if at.step != NEVER and self.random.random() < 0.3:
+                one.is_in_step = True
+                self.say(one)
+            return
+        if what is Next.TAKE:
+            self.take(one, opening)
+        elif what is Next.CLOSE:
+            at.close()
+            one.copy.append(one.mean)
+            one.is_in_step = False
+        elif what is Next.FALL_BEHIND:
+            at.lose(is_late=True)
+            self.say(one)
+        elif what is Next.PUT:
+            self.put(one, opening)
+
+    def put(self, one: Trainer, opening: Opening) -> None:
+        came = self.puts.setdefault((opening.generation, opening.step), {})
+        if one.name in opening.contributors and one.name not in came:
+            self.next_gradient += 1
+            came[one.name] = (one.name, self.next_gradient)
+        if came.keys() >= {*opening.contributors}:
+            one.mean = tuple(came[name] for name in opening.contributors)
+            one.standing.prepared = opening.generation
+            self.say(one)
+
+    def take(self, one: Trainer, opening: Opening) -> None:
+        if one.name in opening.donors:
+            one.standing.begin(opening.step, opening.committed)
+        else:
+            donor = self.trainers.get(self.random.choice(opening.donors))
+            if donor is None or donor.has_left or donor.epoch != one.epoch or donor.standing.step == NEVER:
+                return
+            one.copy = list(donor.copy)
+            one.standing.begin(donor.standing.step, donor.standing.committed)
+        self.say(one)
+
+    # -- the world
+
+    def check(self) -> None:
+        copies: dict[tuple[int, int], tuple[str, list[object]]] = {}
+        for one in self.living():
+            at = one.standing
+            if at.step != NEVER and not one.has_left:
+                other, copy = copies.setdefault((at.step, at.committed), (one.name, one.copy))
+                assert copy == one.copy, f"{one.name} and {other} differ in step {at.step}"
+
+    def deliver(self) -> None:
+        name, epoch, message = self.mail.pop(self.random.randrange(len(self.mail)))
+        one = self.trainers.get(name)
+        if isinstance(message, Report):
+            # The fence: what was said in another epoch is not heard.
+            if self.ledger is not None and epoch == self.epoch:
+                self.ledger.update(name, message)
+                self.carry_out()
+            elif epoch == self.epoch:
+                # The decider does not decide yet.
+                self.mail.append((name, epoch, message))
+        elif one is not None and one.epoch == epoch and not one.has_left:
+            known = one.opening
+            if known is None or (known.generation, known.step) < (message.generation, message.step):
+                one.opening = message
+
+    def misfortune(self) -> None:
+        dice = self.random
+        one = dice.choice(self.living())
+        if dice.random() < 0.4 and len(self.trainers) > 1:
+            del self.trainers[one.name]
+            self.begin_epoch()
+        elif dice.random() < 0.3:
+            self.begin_epoch()
+        elif dice.random() < 0.3:
+            self.come()
+        elif one.epoch == self.epoch and not one.has_left:
+            if dice.random() < 0.5 and sum(not one.has_left for one in self.living()) > 1:
+                one.has_left, one.standing = True, Standing()
+                self.say(one)
+            elif one.opening is not None and one.opening.epoch == one.epoch and one.standing.step != NEVER:
+                one.standing.void, one.is_in_step = one.opening.generation, False
+                self.say(one)
+
+    def step(self, misfortunes: float) -> None:
+        dice = self.random.random()
+        if dice < misfortunes:
+            self.misfortune()
+        elif dice < 0.5 and self.mail:
+            self.deliver()
+        else:
+            one = self.random.choice(self.living())
+            if one.epoch != self.epoch:
+                self.enter(one)
+            else:
+                self.go_on(one)
+        if self.ledger is not None and self.ledger.is_complete and self.random.random() < 0.5:
+            self.ledger.close()
+            self.carry_out()
+        self.check()
+
+    def settle(self) -> None:
+        """Without more misfortunes, all that have not left do steps."""
+        before = {one.name: one.standing.step for one in self.living()}
+        for _ in range(20_000):
+            self.step(0.0)
+            if all(one.standing.step > before[one.name] + 2 for one in self.living() if not one.has_left):
+                return
+        waiting = {one.name: (vars(one.standing), one.is_in_step, one.opening) for one in self.living()}
+        raise AssertionError(f"no progress: {waiting}")
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_copies_are_equal_in_every_schedule(part: int) -> None:
+    for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
+        world = World(seed)
+        try:
+            for _ in range(world.random.randint(10, 300)):
+                world.step(0.04)
+            world.settle()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error

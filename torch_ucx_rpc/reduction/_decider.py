@@ -1,0 +1,196 @@
+"""What the decider of an epoch knows: `Decider`, with the ledgers of all models. The lock of the office guards it."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+from torch_ucx_rpc._workers.members import Epoch
+from torch_ucx_rpc.reduction._ledger import Ledger
+from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec, hosts_of
+
+# DistributedDataParallel makes its buckets in a collective of the second step: no trainer may be late before that.
+_WHOLE = 2
+
+
+class Decider:
+    """The members of one epoch, and their models.
+
+    It answers nothing before all members have said what they know. Of a request, ``name`` is the worker that asks.
+    """
+
+    def __init__(self, epoch: Epoch, is_static: bool) -> None:
+        self.epoch = epoch
+        self._is_static = is_static
+        self.ranks = {one.name: one.rank for one in epoch.members}
+        self._known: dict[str, Knowledge] = {}
+        self._ledgers: dict[str, Ledger] = {}
+        # By model and trainer, the last report that has no answer yet.
+        self._waiting: dict[tuple[str, str], Future[Any]] = {}
+        self._answers: list[tuple[Future[Any], Any]] = []
+        self._told: list[tuple[str, Opening]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return len(self._known) == len(self.ranks)
+
+    def learn(self, name: str, known: Knowledge) -> None:
+        """A member has said what it knows."""
+        self._known[name] = known
+        if not self.is_open:
+            return
+        by_key: dict[str, dict[str, Report]] = {}
+        for one, its in self._known.items():
+            for key, report in its.reports.items():
+                by_key.setdefault(key, {})[one] = report
+        for key, reports in by_key.items():
+            kept = {one: its.kept[key] for one, its in self._known.items() if key in its.kept}
+            self._ledger(key, next(iter(reports.values()))).resume(reports, kept.values())
+
+    def _server(self, name: str) -> Spec | None:
+        return next((its.servers[name] for its in self._known.values() if name in its.servers), None)
+
+    def _ledger(self, key: str, first: Report) -> Ledger:
+        if key not in self._ledgers:
+            server = key.rpartition("/")[0]
+            spec = self._server(server)
+            assert spec is not None
+            kept = {one: its.kept[key] for one, its in self._known.items() if key in its.kept}
+            self._ledgers[key] = Ledger(
+                key,
+                self.epoch.number,
+                self.ranks,
+                spec,
+                hosts_of(spec, self.ranks, kept),
+                first,
+                left={name for name, its in self._known.items() if server in its.left},
+                is_static=self._is_static,
+                whole=_WHOLE if re.search(r"/ddp\d+$", key) else 0,
+            )
+        return self._ledgers[key]
+
+    # -- what it is asked
+
+    def serve(self, name: str, spec: Spec, may_make: bool, future: Future[Any]) -> None:
+        """Know a server. The answer is the numbers of the models that are being trained, or a refusal."""
+        mine = {key: ledger for key, ledger in self._ledgers.items() if key.rpartition("/")[0] == spec.name}
+        known = self._server(spec.name)
+        if known is None and not may_make:
+            self._answers.append((future, ""))
+            return
+        has_begun = any(ledger.has_begun for ledger in mine.values())
+        if known is not None and (refusal := difference(spec, known, has_begun)) is not None:
+            self._answers.append((future, refusal))
+            return
+        its = self._known[name]
+        self._known[name] = its._replace(servers={**its.servers, spec.name: known or spec}, left=its.left - {spec.name})
+        for ledger in mine.values():
+            ledger.left.discard(name)
+        numbers = {int(found[1]) for key in mine if mine[key].trainers and (found := re.search(r"/[a-z]+(\d+)$", key))}
+        self._answers.append((future, tuple(sorted(numbers))))
+
+    def leave(self, name: str, server: str, future: Future[Any]) -> None:
+        """A trainer has left a server."""
+        its = self._known[name]
+        servers = {key: spec for key, spec in its.servers.items() if key != server}
+        self._known[name] = its._replace(servers=servers, left=its.left | {server})
+        is_over = self._server(server) is None
+        for key in [key for key in self._ledgers if key.rpartition("/")[0] == server]:
+            ledger = self._ledgers[key]
+            ledger.left.add(name)
+            ledger.leave(name)
+            if is_over:
+                # It may be made again, with other arguments.
+                self._tell(key, self._ledgers.pop(key))
+        if is_over:
+            self._known = {one: its._replace(left=its.left - {server}) for one, its in self._known.items()}
+        self._answers.append((future, True))
+
+    def update(self, name: str, key: str, report: Report, future: Future[Any]) -> None:
+        """A trainer reports where it stands. One that waits is answered with the next opening, or a refusal."""
+        if (waiting := self._waiting.pop((key, name), None)) is not None:
+            self._answers.append((waiting, None))
+        if self._server(key.rpartition("/")[0]) is None:
+            self._answers.append((future, None))
+            return
+        ledger = self._ledger(key, report)
+        if report.quorum != ledger.quorum:
+            reason = (
+                f"trainer {name!r} gives quorum={report.quorum} for {key!r}, and others quorum={ledger.quorum}: all "
+                f"trainers must give the same"
+            )
+            self._answers.append((future, reason))
+            return
+        if report.is_ready or (report.step == NEVER and not report.has_left):
+            self._waiting[key, name] = future
+        else:
+            self._answers.append((future, None))
+        ledger.update(name, report)
+
+    def refuse(self, _: str, key: str, generation: int, name: str, reason: str, future: Future[Any]) -> None:
+        """A host cannot make a step."""
+        self._answers.append((future, True))
+        if key in self._ledgers:
+            self._ledgers[key].refuse(generation, name, reason)
+
+    def missing(self, _: str, key: str, future: Future[Any]) -> None:
+        """The answer is the trainers that a step waits for."""
+        self._answers.append((future, self._ledgers[key].missing() if key in self._ledgers else ()))
+
+    # -- what it says
+
+    def close(self, is_in_force: Callable[[], bool]) -> bool:
+        """Commit the steps that are complete. True if there are some, and the epoch is not in force."""
+        for ledger in self._ledgers.values():
+            while ledger.is_complete:
+                if not is_in_force():
+                    return True
+                ledger.close()
+        return False
+
+    def take_mail(self) -> tuple[list[tuple[Future[Any], Any]], list[tuple[str, Opening]]]:
+        """Answers, and openings by worker."""
+        for key, ledger in self._ledgers.items():
+            self._tell(key, ledger)
+        answers, self._answers = self._answers, []
+        told, self._told = self._told, []
+        return answers, told
+
+    def _tell(self, key: str, ledger: Ledger) -> None:
+        # The last one tells all that the others would.
+        for opening in ledger.openings[-1:]:
+            for name in dict.fromkeys((*ledger.trainers, *opening.hosts)):
+                if (waiting := self._waiting.pop((key, name), None)) is not None:
+                    self._answers.append((waiting, opening))
+                else:
+                    self._told.append((name, opening))
+        ledger.openings = []
+
+    def end(self) -> None:
+        """Answer all that wait: another epoch has begun."""
+        for future in self._waiting.values():
+            future.set_result(None)
+
+
+def difference(spec: Spec, known: Spec, has_begun: bool) -> str | None:
+    """Why a server that is known cannot be used with these arguments."""
+    for what in ("hosts", "optimizer", "checkpoint", "checkpoint_every", "expected"):
+        ours, theirs = getattr(spec, what), getattr(known, what)
+        if what == "expected":
+            what = "trainers"
+            if has_begun or (isinstance(ours, tuple) and isinstance(theirs, tuple) and {*ours} == {*theirs}):
+                continue
+            if isinstance(ours, int) and isinstance(theirs, tuple) and ours == len(theirs):
+                continue
+        if ours != theirs:
+            values = ("another one", "one") if what == "optimizer" else (repr(theirs), repr(ours))
+            return (
+                f"the server {spec.name!r} was made with {what}={values[0]}, and this trainer calls serve with "
+                f"{what}={values[1]}: all trainers must call serve alike"
+            )
+    return None

@@ -1,0 +1,293 @@
+"""The steps of one model, as trainers and the decider see them: `Standing` and `Ledger`.
+
+Both are state machines without threads, clocks or a network. docs/development/reduction.md has the protocol.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+
+from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Report, Spec, generation
+
+
+class Next(enum.Enum):
+    """What a trainer does about an opening."""
+
+    WAIT = enum.auto()
+    # Take the state of the model.
+    TAKE = enum.auto()
+    # Put gradients, and get means.
+    PUT = enum.auto()
+    # Its step is closed: apply the means.
+    CLOSE = enum.auto()
+    # Others have another state.
+    FALL_BEHIND = enum.auto()
+    REFUSED = enum.auto()
+    NO_HOST = enum.auto()
+
+
+class Standing:
+    """Where a trainer stands. For the attributes see `Report`."""
+
+    def __init__(self) -> None:
+        self.step = self.committed = self.prepared = self.void = NEVER
+        self.is_late = False
+
+    def begin(self, step: int, committed: int) -> None:
+        """Have the state at the beginning of a step."""
+        self.step, self.committed, self.prepared = step, committed, NEVER
+
+    def close(self) -> None:
+        """Have applied the means that were prepared."""
+        self.begin(self.step + 1, self.prepared)
+        self.is_late = False
+
+    def lose(self, is_late: bool) -> None:
+        """Have no state, so that of another is to be taken; late in the middle of a step."""
+        self.begin(NEVER, NEVER)
+        self.is_late = is_late
+
+    def judge(self, opening: Opening, me: str) -> Next:
+        """What is to be done about an opening of the epoch that is in force."""
+        is_in = me in opening.recipients
+        if self.step == NEVER:
+            return Next.TAKE if is_in else Next.WAIT
+        if opening.step == self.step + 1 and NEVER != self.prepared == opening.committed:
+            return Next.CLOSE
+        if (opening.step, opening.committed) != (self.step, self.committed):
+            return Next.FALL_BEHIND
+        if opening.refusal is not None and opening.refusal[0] in ("", me):
+            return Next.REFUSED
+        if not (is_in and opening.contributors) or opening.generation in (self.void, self.prepared):
+            return Next.NO_HOST if is_in and not opening.hosts and opening.spec.hosts else Next.WAIT
+        return Next.PUT if opening.hosts else Next.NO_HOST
+
+
+class Ledger:
+    """The steps of one model in one epoch, as its decider keeps them.
+
+    Each change of a report is followed by `_decide`, which looks at all of them. Trainers are known by their names.
+
+    Attributes:
+        openings (list): those that all trainers and hosts are to be told; the caller takes them away.
+        left (set): trainers that have left the server, and are not expected to begin.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        epoch: int,
+        ranks: Mapping[str, int],
+        spec: Spec,
+        hosts: tuple[str, ...],
+        first: Report,
+        *,
+        left: set[str],
+        is_static: bool = True,
+        whole: int = 0,
+    ) -> None:
+        """``first``: any report; ``whole`` steps are for all trainers at first, despite a quorum."""
+        self.openings: list[Opening] = []
+        self.left = left
+        self.quorum, self._expected = first.quorum, first.expected
+        self._key, self._epoch, self._ranks, self._spec, self._hosts = key, epoch, ranks, spec, hosts
+        self._is_static, self._whole = is_static, whole
+        self._attempt = 0
+        self._opening: Opening | None = None
+        # The state of the model is the one that the trainers have who report these two.
+        self._step, self._committed = 0, NEVER
+        # The trainer whose own state is that of the model, until it reports that.
+        self._first: str | None = None
+        self._reports: dict[str, Report] = {}
+
+    # -- what is reported
+
+    def resume(self, reports: Mapping[str, Report], kept: Iterable[Kept]) -> None:
+        """Go on from where the members stand when the epoch begins: what one has applied is committed."""
+        self._reports = {**reports}
+        states = [(one.step, one.committed) for one in self._trainers().values()]
+        states += [(one.step, one.committed) for one in kept]
+        states = [state for state in states if state[1] != NEVER]
+        self._step, self._committed = max(states, default=(0, NEVER))
+        self._decide()
+
+    def update(self, name: str, report: Report) -> None:
+        """A trainer stands elsewhere now."""
+        known = self._reports.get(name)
+        if known is None or known.number < report.number:
+            self._reports[name] = report
+            self._decide()
+
+    def leave(self, name: str) -> None:
+        """A trainer has left the server."""
+        if name in self._reports:
+            self._reports[name] = self._reports[name]._replace(has_left=True)
+        self._decide()
+
+    def refuse(self, number: int, name: str, reason: str) -> None:
+        """A host cannot make the step of a generation: the gradients of a trainer do not fit, or nobody's would."""
+        opening = self._opening
+        if opening is not None and number == opening.generation:
+            self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))
+
+    # -- the end of a step
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first step has been opened."""
+        return self._committed != NEVER
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """Those that take part, or want to."""
+        return tuple(self._trainers())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all trainers of the step have all means: it may be closed, while the epoch is in force."""
+        opening = self._opening
+        return opening is not None and bool(opening.contributors) and not self._not_prepared(opening)
+
+    def _not_prepared(self, opening: Opening) -> list[str]:
+        reports = {name: self._reports[name] for name in opening.recipients}
+        return [
+            name
+            for name, one in reports.items()
+            if (one.step, one.prepared) != (opening.step, opening.generation) or one.void == opening.generation
+        ]
+
+    def close(self) -> None:
+        """Commit the step."""
+        opening = self._opening
+        assert opening is not None
+        self._step, self._committed, self._first = opening.step + 1, opening.generation, None
+        for name in opening.recipients:
+            self._reports[name] = self._reports[name]._replace(
+                step=self._step, committed=self._committed, prepared=NEVER, is_ready=False, is_late=False
+            )
+        # Where the same workers go on, they do so in the same generation.
+        self._opening = opening._replace(step=self._step, committed=self._committed, donors=opening.recipients)
+        if self.quorum is not None:
+            self._opening = self._opening._replace(contributors=())
+        said = len(self.openings)
+        self._decide()
+        if len(self.openings) == said:
+            self.openings.append(self._opening)
+
+    def missing(self) -> tuple[str, ...]:
+        """The trainers that the step waits for, as far as they are known."""
+        opening, trainers = self._opening, self._trainers()
+        if opening is None:
+            names = () if isinstance(self._expected, int) else self._expected
+            return tuple(name for name in names if name in self._ranks and name not in trainers)
+        if opening.contributors:
+            return tuple(self._not_prepared(opening))
+        return self._sorted(name for name, one in trainers.items() if not one.is_ready)
+
+    # -- how it goes on
+
+    def _sorted(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(names, key=lambda name: (self._ranks.get(name, 0), name)))
+
+    def _trainers(self) -> dict[str, Report]:
+        return {name: one for name, one in self._reports.items() if not one.has_left and name in self._ranks}
+
+    def _decide(self) -> None:
+        """Open a step where the present opening does not fit what is known."""
+        trainers = self._trainers()
+        if not trainers:
+            if self._opening is not None:
+                self._open((), (), (), is_over=True)
+                self._opening = None
+            return
+        holders = self._holders(trainers) or self._find_holders(trainers)
+        if not holders:
+            return
+        takers = {name for name, one in trainers.items() if one.step == NEVER} - holders
+        late = {name for name, one in trainers.items() if one.is_late}
+        if late >= holders | takers:
+            # Gradients that have come late are better than none.
+            late = set()
+        opening = self._opening
+        is_open = (
+            opening is not None
+            and (opening.step, opening.committed) == (self._step, self._committed)
+            and {*opening.donors} <= holders
+            and {*opening.recipients} <= holders | takers
+            and all(trainers[name].void != opening.generation for name in opening.recipients)
+        )
+        if self.quorum is None:
+            contributors, recipients = (holders | takers) - late, holders | takers
+        elif is_open and opening is not None and opening.contributors:
+            return
+        else:
+            counting = trainers.keys() - late
+            ready = {name for name in counting & holders if trainers[name].is_ready}
+            is_enough = len(ready) >= (len(counting) if self._step < self._whole else min(self.quorum, len(counting)))
+            contributors = ready if is_enough else set()
+            recipients = ready | late if is_enough else holders | takers - late
+            recipients &= holders | takers
+        chosen = self._sorted(contributors), self._sorted(recipients)
+        if not is_open or opening is None or chosen != (opening.contributors, opening.recipients):
+            self._open(*chosen, self._sorted(holders))
+
+    def _holders(self, trainers: Mapping[str, Report]) -> set[str]:
+        """The trainers that have the state of the model, or will have applied what was committed."""
+        return {
+            name
+            for name, one in trainers.items()
+            if name == self._first
+            or (one.committed != NEVER and (one.step, one.committed) == (self._step, self._committed))
+            or (one.step == self._step - 1 and NEVER != one.prepared == self._committed)
+        }
+
+    def _find_holders(self, trainers: Mapping[str, Report]) -> set[str]:
+        """Those whose state will be that of the model from now on, since nobody has it; none if it is too early."""
+        states = [(one.step, one.committed) for one in trainers.values() if one.step != NEVER]
+        if states and self._spec.optimizer is None:
+            self._step, self._committed = max(states)
+            return self._holders(trainers)
+        wanting = {name for name, one in trainers.items() if one.step == NEVER}
+        if not (self.has_begun or self._may_begin(wanting)):
+            return set()
+        self._first = self._sorted(wanting or trainers)[0]
+        if self._spec.optimizer is None or not self.has_begun:
+            # Whoever has taken another state at this step is to take this one.
+            self._committed = generation(self._epoch, self._attempt + 1)
+        return {self._first}
+
+    def _may_begin(self, came: set[str]) -> bool:
+        if self.quorum is not None and not self._whole and len(came) >= self.quorum:
+            return True
+        if not isinstance(self._expected, int):
+            return came >= {*self._expected}.intersection(self._ranks) - self.left
+        most = self._expected
+        if self._is_static:
+            most = min(most, len(self._ranks.keys() - ({*self._spec.hosts} - came)))
+        return len(came) >= most - len(self.left - came)
+
+    def _open(
+        self,
+        contributors: tuple[str, ...],
+        recipients: tuple[str, ...],
+        donors: tuple[str, ...],
+        refusal: tuple[str, str] | None = None,
+        is_over: bool = False,
+    ) -> None:
+        self._attempt += 1
+        hosts = self._hosts if self._spec.hosts else contributors
+        self._opening = Opening(
+            self._key,
+            generation(self._epoch, self._attempt),
+            self._step,
+            self._committed,
+            contributors,
+            recipients,
+            donors,
+            hosts,
+            self._spec,
+            refusal,
+            is_over,
+        )
+        self.openings.append(self._opening)

@@ -1,0 +1,400 @@
+"""This worker among the others: `Office`, which knows the epoch and carries what trainers, hosts and decider say.
+
+A message of another epoch than this worker's is dropped, or waits until the worker gets there.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.futures import Future
+
+from torch_ucx_rpc._workers import members
+from torch_ucx_rpc._workers.life import Life, PerLife
+from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.reduction._decider import Decider
+from torch_ucx_rpc.reduction._host import Fill, Host
+from torch_ucx_rpc.reduction._messages import Knowledge, Opening, Report, Spec, channel_of
+
+_logger = logging.getLogger(__name__)
+
+# Between two looks at whether the epoch is in force.
+_LOOK_AGAIN_S = 0.02
+# A host that was left out comes back after so long, and each time after twice as long.
+_COMING_BACK_S, _MOST_S = 1.0, 60.0
+# Between two looks for hosts that were started again.
+_CALLING_BACK_S = 0.5
+
+
+class TimedOut(Exception):
+    """What was waited for has not come in time."""
+
+
+class Trained(Protocol):
+    """A model that this worker trains: `Steps`."""
+
+    # Why the decider does not take this trainer.
+    refusal: str | None
+
+    def report(self) -> Report:
+        """Where the trainer stands. The caller holds the lock of the office."""
+
+    def give(self) -> Future[Any]:
+        """The state of the model at the beginning of a step, with the names of that state."""
+
+
+class Office:
+    """This worker's part in all models, in one life of it. Any thread may use it.
+
+    Attributes:
+        name (str): of this worker.
+        epoch (Epoch): the last one that this worker has entered; None before the first.
+        changed (Condition): notified of epochs, openings and answers. Its lock guards what is here.
+        steps (dict): the models that this worker trains, by key.
+        servers (dict): those that this worker has called `serve` for, by name.
+        left (set): those of them that it has left.
+        host (Host): what it does as a host.
+        numbers: of reports.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.name = life.info.name
+        self.changed = threading.Condition(threading.RLock())
+        self.epoch: members.Epoch | None = None
+        self.steps: dict[str, Trained] = {}
+        self.servers: dict[str, Spec] = {}
+        self.left: set[str] = set()
+        self.host = Host(self)
+        self.numbers = itertools.count()
+        self._openings: dict[str, Opening] = {}
+        # Where this worker decides.
+        self._decider: Decider | None = None
+        # What came for an epoch that this worker is not in yet, or does not decide yet.
+        self._early: list[tuple[int, bool, Callable[[], None]]] = []
+        self._coming_back_s = _COMING_BACK_S
+        self._called_back = 0.0
+        self.group = members.group("reduction")
+        self.group.subscribe(self._enter)
+
+    # -- epochs
+
+    def _enter(self, epoch: members.Epoch) -> None:
+        with self.changed:
+            if epoch.number <= self._number():
+                return
+            self.epoch = epoch
+            if self._decider is not None:
+                self._decider.end()
+            decides = epoch.decider.name == self.name
+            self._decider = Decider(epoch, self.life.is_static) if decides else None
+            due = self._take_early(decides=False)
+            self.changed.notify_all()
+        for act in due:
+            act()
+        if decides:
+            for one in epoch.members:
+                self._call(one.name, _tell_all, epoch.number, then=functools.partial(self._learn, epoch, one.name))
+        elif not self._is_in():
+            # A trainer that needs it comes back at once, by `keep_in`.
+            delay, self._coming_back_s = self._coming_back_s, min(2 * self._coming_back_s, _MOST_S)
+            self._later(delay, self.keep_in)
+
+    def _number(self) -> int:
+        return -1 if self.epoch is None else self.epoch.number
+
+    def _is_in(self) -> bool:
+        return self.epoch is not None and any(one.name == self.name for one in self.epoch.members)
+
+    def keep_in(self) -> None:
+        """Come back if this worker was left out."""
+        with self.changed:
+            epoch = self.group.epoch
+            if epoch is not None and self.group.me not in epoch.members and not self.life.is_over():
+                self.group.rejoin()
+
+    @staticmethod
+    def _later(delay: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(delay, act)
+        timer.daemon = True
+        timer.start()
+
+    def sleep(self, deadline: float | None) -> None:
+        """Wait until something has changed, with the lock held. TimedOut after the deadline."""
+        # Condition.wait without a limit does not see Ctrl-C on every platform. What is not in force may be so soon.
+        longest = 0.1 if self.group.is_current() else _LOOK_AGAIN_S
+        left = longest if deadline is None else min(longest, deadline - time.monotonic())
+        if left <= 0:
+            raise TimedOut
+        self.changed.wait(left)
+
+    def _at(self, number: int, decides: bool, act: Callable[[], None]) -> None:
+        """Do this once this worker is in an epoch; what concerns the decider, once that decides."""
+        with self.changed:
+            is_early = number > self._number()
+            if is_early or (decides and number == self._number() and self._decider and not self._decider.is_open):
+                self._early.append((number, decides, act))
+                return
+        act()
+
+    def _take_early(self, decides: bool) -> list[Callable[[], None]]:
+        due = [one for one in self._early if one[0] <= self._number() and (decides or not one[1])]
+        self._early = [one for one in self._early if one not in due]
+        return [act for _, _, act in due]
+
+    # -- calls
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        then: Callable[[Future[Any]], None] | None = None,
+    ) -> Future[Any] | None:
+        """Call a function of another worker; here, without RPC. A worker for which that fails is suspect."""
+        try:
+            if name == self.name:
+                future: Future[Any] = getattr(function, "__wrapped__", function)(*arguments)
+            else:
+                future = rpc.rpc_async(name, function, args=arguments, timeout=0)
+        except RuntimeError as error:
+            self._suspect(name, error)
+            return None
+
+        def end(done: Future[Any]) -> None:
+            try:
+                done.value()
+            except RuntimeError as error:
+                self._suspect(name, error)
+            else:
+                if then is not None:
+                    then(done)
+            self.notify()
+
+        if future is not None:
+            future.add_done_callback(end)
+        return future
+
+    def notify(self) -> None:
+        """Wake all that wait for a change."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def _suspect(self, name: str, error: RuntimeError) -> None:
+        _logger.info("%s: nothing can be said to %s: %s", self.name, name, error)
+        self.group.suspect(name)
+
+    # -- the beginning of an epoch
+
+    def tell_all(self, number: int) -> Future[Knowledge]:
+        """What this worker knows, once it is in an epoch: from then on it takes nothing of an earlier one."""
+        future: Future[Knowledge] = Future()
+
+        def tell() -> None:
+            with self.changed:
+                reports = {key: steps.report() for key, steps in self.steps.items()}
+                known = Knowledge(dict(self.servers), frozenset(self.left), reports, self.host.report())
+            future.set_result(known)
+
+        self._at(number, False, tell)
+        return future
+
+    def _learn(self, epoch: members.Epoch, name: str, done: Future[Knowledge]) -> None:
+        known = done.value()
+        with self.changed:
+            if self._decider is None or self._decider.epoch is not epoch:
+                return
+            self._decider.learn(name, known)
+            due = self._take_early(decides=True) if self._decider.is_open else []
+        self._carry_out()
+        for act in due:
+            act()
+
+    # -- the decider
+
+    def ask(self, deadline: float | None, method: str, *arguments: Any) -> Any:
+        """Ask the decider of the epoch that is in force, and wait for its answer. TimedOut after the deadline."""
+        while True:
+            self.keep_in()
+            with self.changed:
+                while self.epoch is None or not self.group.is_current():
+                    self.keep_in()
+                    self.sleep(deadline)
+                epoch = self.epoch
+            future = self._ask(epoch, method, arguments)
+            with self.changed:
+                while epoch is self.epoch and (future is None or not _is_answered(future)):
+                    self.sleep(deadline)
+            if future is not None and _is_answered(future) and (answer := future.value()) is not None:
+                return answer
+
+    def _ask(self, epoch: members.Epoch, method: str, arguments: tuple[Any, ...], **options: Any) -> Future[Any] | None:
+        return self._call(epoch.decider.name, _decide, epoch.number, method, self.name, arguments, **options)
+
+    def update(self, key: str, report: Report) -> None:
+        """Have the decider know where this trainer stands. The next opening may be the answer."""
+        with self.changed:
+            epoch = self.epoch if self._is_in() else None
+
+        def take(done: Future[Opening | str | None]) -> None:
+            answer = done.value()
+            if isinstance(answer, Opening):
+                self.receive(answer)
+            elif answer is not None and (steps := self.steps.get(key)) is not None:
+                steps.refusal = answer
+
+        # In an epoch that this worker has not entered yet, it reports as it enters.
+        if epoch is not None:
+            self._ask(epoch, "update", (key, report), then=take)
+
+    def decide(self, number: int, method: str, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Answer a request to the decider of an epoch; with None if that is over."""
+        future: Future[Any] = Future()
+
+        def act() -> None:
+            with self.changed:
+                decider = self._decider if number == self._number() else None
+                if decider is None or name not in decider.ranks:
+                    future.set_result(None)
+                    return
+                getattr(decider, method)(name, *arguments, future)
+            self._carry_out()
+
+        self._at(number, True, act)
+        return future
+
+    def _carry_out(self) -> None:
+        """Tell what the decider has decided."""
+        with self.changed:
+            decider = self._decider
+            if decider is None:
+                return
+            # Nothing is committed but in an epoch that is in force at this moment.
+            is_late = decider.close(self.group.is_current)
+            answers, openings = decider.take_mail()
+        if is_late:
+            self._later(_LOOK_AGAIN_S, self._carry_out)
+        for future, answer in answers:
+            future.set_result(answer)
+        for name, opening in openings:
+            self._call(name, _receive, opening)
+
+    # -- what has been decided
+
+    def receive(self, opening: Opening) -> None:
+        """Know of an opening. One of a later epoch waits until this worker enters that."""
+        self._at(opening.epoch, False, lambda: self._take(opening))
+
+    def _take(self, opening: Opening) -> None:
+        with self.changed:
+            known = self._openings.get(opening.key)
+            if opening.epoch != self._number():
+                return
+            if known is not None and (known.generation, known.step) >= (opening.generation, opening.step):
+                return
+            self._openings[opening.key] = opening
+            # Ends what waits for values of former generations.
+            channel = Channel(channel_of(opening.key), epoch=opening.generation)
+            if opening.is_over and opening.key not in self.steps:
+                channel.close()
+                del self._openings[opening.key]
+            self.changed.notify_all()
+        self.host.open(opening, is_new=known is None or known.generation != opening.generation)
+
+    def opening(self, key: str) -> Opening | None:
+        """The last opening of a model, if it is of the epoch that is in force. The caller holds the lock."""
+        known = self._openings.get(key)
+        return known if known is not None and known.epoch == self._number() and self.group.is_current() else None
+
+    def forget(self, key: str) -> None:
+        """Have nothing to do with a model any more."""
+        with self.changed:
+            self.steps.pop(key, None)
+            if (known := self._openings.pop(key, None)) is not None:
+                with contextlib.suppress(ValueError, RuntimeError):
+                    Channel(channel_of(key), epoch=known.generation).close()
+
+    def refuse(self, opening: Opening, name: str, reason: str) -> None:
+        """Say that a step cannot be done: the gradients of a trainer do not fit, or nobody's would ("")."""
+        with self.changed:
+            epoch = self.epoch
+        if epoch is not None and epoch.number == opening.epoch:
+            self._ask(epoch, "refuse", (opening.key, opening.generation, name, reason))
+
+    def call_back(self, spec: Spec) -> None:
+        """Have hosts that were started again take part, in a group that workers may join; now and then."""
+        with self.changed:
+            now, epoch = time.monotonic(), self.epoch
+            if self.life.is_static or epoch is None or now < self._called_back + _CALLING_BACK_S:
+                return
+            self._called_back = now
+            absent = {*spec.hosts} - {one.name for one in epoch.members}
+        for info in self.life.living() if absent else ():
+            if info.name in absent:
+                with contextlib.suppress(RuntimeError):
+                    rpc.rpc_async(info.name, _come, timeout=_CALLING_BACK_S)
+
+
+def _is_answered(future: Future[Any]) -> bool:
+    if not future.done():
+        return False
+    try:
+        return future.value() is not None
+    except RuntimeError:
+        return False
+
+
+office = PerLife(Office)
+
+
+# ---------------------------------------------------------------------------------------------- what others call here
+
+
+@rpc.functions.async_execution
+def _tell_all(number: int) -> Future[Knowledge]:
+    return office().tell_all(number)
+
+
+@rpc.functions.async_execution
+def _decide(number: int, method: str, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+    return office().decide(number, method, name, arguments)
+
+
+def _receive(opening: Opening) -> None:
+    office().receive(opening)
+
+
+def _come() -> None:
+    office()
+
+
+@rpc.functions.async_execution
+def give(key: str) -> Future[Any]:
+    """The state of a model of this worker; None if it has let go of that."""
+    if (steps := office().steps.get(key)) is not None:
+        return steps.give()
+    nothing: Future[Any] = Future()
+    nothing.set_result(None)
+    return nothing
+
+
+def fill(key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
+    """`Host.fill` of this worker."""
+    return office().host.fill(key, number, spec, tensors)
+
+
+@rpc.functions.async_execution
+def parameters(key: str, number: int, spec: Spec, step: int) -> Future[list[Tensor]]:
+    """`Host.parameters` of this worker."""
+    return office().host.parameters(key, number, spec, step)
