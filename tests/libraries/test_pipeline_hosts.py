@@ -104,7 +104,7 @@ def stopped(process: int) -> Iterator[None]:
 
 
 def step_beside_a_stopped_stage(folder: str) -> None:
-    rpc._set_rpc_timeout(3)
+    rpc._set_rpc_timeout(10)
     pipe, model = make_pipe(small_model(), spares=["worker3"]), small_model()
     mine, theirs = pipe.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     pipe.save(Path(folder, "first"))
@@ -194,3 +194,20 @@ def refuse_timeouts() -> None:
 
 def test_step_timeout_must_be_a_number_above_0():
     drive(refuse_timeouts, 3)
+
+
+# ------------------------------------------------------------------------------------------------ the end of a job
+
+alive: list[Any] = []
+
+
+def end_behind_a_step_of_the_optimizer() -> None:
+    pipe = make_pipe(small_model())
+    alive.append(pipe)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
+    optimizer.step()
+
+
+def test_shutdown_does_not_wait_for_a_pipeline(backend):
+    drive(end_behind_a_step_of_the_optimizer, 3, backend=backend)

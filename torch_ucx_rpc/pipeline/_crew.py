@@ -80,6 +80,8 @@ class Message(NamedTuple):
     name: str
     quiet: dict[str, Any]
     adds_gradients: bool
+    is_answered: bool
+    """Else hosts only tell of failures: an outcome of a later message says that all went well."""
 
 
 class _Epoch:
@@ -222,16 +224,18 @@ class Crew:
         """Have all carry out an order before the next one. It takes the place of one of the same name; lists add up."""
         self._quiet[name] = [*self._quiet.get(name, ()), *payload] if isinstance(payload, list) else payload
 
-    def send(self, name: str, payloads: Sequence[Any], *, adds_gradients: bool = False) -> Message:
+    def send(
+        self, name: str, payloads: Sequence[Any], *, adds_gradients: bool = False, is_answered: bool = True
+    ) -> Message:
         """Give an order to all; `settle` waits for it. Raises what pickle raises, before anything has been sent."""
         self.check()
         first = payloads[0]
         quiet = list(self._quiet.items())
         if all(payload is first for payload in payloads):
-            encoded = [encode([*quiet, (name, first)])] * len(payloads)
+            encoded = [encode((is_answered, [*quiet, (name, first)]))] * len(payloads)
         else:
-            encoded = [encode([*quiet, (name, payload)]) for payload in payloads]
-        message = Message(self._number, name, self._quiet, adds_gradients)
+            encoded = [encode((is_answered, [*quiet, (name, payload)])) for payload in payloads]
+        message = Message(self._number, name, self._quiet, adds_gradients, is_answered)
         self._number, self._quiet = self._number + 1, {}
         self._epoch.messages.append(message)
         try:
@@ -267,7 +271,7 @@ class Crew:
 
     def send_later(self, name: str, payload: Any) -> None:
         """Give an order that nobody waits for now: what goes wrong is told by the next `settle`."""
-        self.send(name, [payload] * len(self.places))
+        self.send(name, [payload] * len(self.places), is_answered=False)
 
     def do(self, name: str, payload: Any) -> list[Any]:
         """Give an order to all and wait until they have carried it out."""
@@ -292,7 +296,7 @@ class Crew:
         while still := [
             (message.number, row)
             for message in epoch.messages
-            if epoch.at is None or message.number < epoch.at
+            if message.is_answered and (epoch.at is None or message.number < epoch.at)
             for row in range(len(self.places))
             if row not in epoch.gone and (message.number, row) not in epoch.outcomes
         ]:

@@ -64,6 +64,8 @@ class Host:
         self._epoch = config.epoch
         self._number = 0
         self._cut: _Cut | None = None
+        # The message that has failed in this epoch: the epoch, its number, its outcome.
+        self._failure: tuple[int, int, Outcome] | None = None
         self._is_idle = True
         self._is_closed = False
         self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -97,7 +99,15 @@ class Host:
 
     def progress(self) -> str:
         """What the thread does: it is "idle", "waiting" for another stage, or "busy"."""
+        self.tell()
         return "idle" if self._is_idle else "waiting" if self.exchange.is_waiting else "busy"
+
+    def tell(self) -> None:
+        """Tell the driver of the message that has failed here, if one has."""
+        if (failure := self._failure) is not None:
+            epoch, number, outcome = failure
+            arguments = (self._config.driver_box, epoch, number, self._config.host, outcome)
+            rpc.rpc_async(self._config.driver, self._config.tell, arguments, timeout=0)
 
     def is_driven_by(self, gone: Gone) -> bool:
         return gone.session == self._config.driver_session
@@ -132,11 +142,16 @@ class Host:
         message = self._box.take(epoch, self._config.driver, str(number))
         self._is_idle = False
         self.exchange.begin(number, epoch)
-        outcome = self._carry_out(message)
+        is_answered, outcome = self._carry_out(message)
         self._is_idle = True
         # What the message held is gone before its outcome leaves: that may be the last thing this does for long.
         del message
-        self._answer(epoch, str(number), outcome)
+        if is_answered:
+            outcome = self._answer(epoch, str(number), outcome)
+        if outcome[0] != "ok":
+            # The driver may wait for another worker, which waits for this one.
+            self._failure = epoch, number, outcome
+            self.tell()
         with self._lock:
             self._number += 1
             self._end_if_reached()
@@ -144,15 +159,16 @@ class Host:
             # The driver ends the epoch here.
             self._box.take(epoch, self._config.driver, "end")
 
-    def _carry_out(self, message: Any) -> Outcome:
+    def _carry_out(self, message: Any) -> tuple[bool, Outcome]:
+        """Whether the driver waits for the outcome, and this."""
         try:
-            orders = decode(message)
+            is_answered, orders = decode(message)
         except Exception as error:
             text = (
                 "it could not take the order. What goes to a worker must be of modules that can be imported there: "
                 f"{type(error).__name__}: {error}"
             )
-            return "error", Failure(text, "")
+            return True, ("error", Failure(text, ""))
         result: Any = None
         try:
             while orders:
@@ -161,23 +177,21 @@ class Host:
         except AbortedError:
             raise
         except LostPeerError as lost:
-            return "lost", str(lost)
+            return is_answered, ("lost", str(lost))
         except BaseException as error:
-            return "error", failure_of(error)
-        return "ok", result
+            return is_answered, ("error", failure_of(error))
+        return is_answered, ("ok", result)
 
-    def _answer(self, epoch: int, tag: str, outcome: Outcome) -> None:
+    def _answer(self, epoch: int, tag: str, outcome: Outcome) -> Outcome:
+        """Send an outcome, or that it cannot be sent. Returns what the driver gets."""
         try:
             encoded = encode(outcome)
         except Exception as error:
             outcome = "error", Failure(f"its answer cannot be pickled: {type(error).__name__}: {error}", "")
             encoded = encode(outcome)
-        if outcome[0] in {"error", "lost"}:
-            # The driver may wait for another worker, which waits for this one.
-            arguments = (self._config.driver_box, epoch, self._number, self._config.host, outcome)
-            rpc.rpc_async(self._config.driver, self._config.tell, arguments, timeout=0)
         with contextlib.suppress(EpochEnded):
             put(self._config.driver_box, epoch, self._config.driver, f"{self._config.host} {tag}", encoded, 0)
+        return outcome
 
     def _is_called_off(self) -> bool:
         return self._is_closed or (self._cut is not None and self._number >= self._cut.at)
@@ -196,6 +210,7 @@ class Host:
             self._epoch, self._number = ended.epoch, 0
             self._box.advance(ended.epoch)
         self._is_idle = True
+        self._failure = None
         self.exchange.clear()
         self.stages.end_epoch(ended.at, ended.spoils)
         self._answer(epoch, str(number), ("aborted",))
