@@ -174,8 +174,8 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
   return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices, faults);
 }
 
-// `callback(session, name, rank, has_failed, reason, has_ended)` runs on an agent thread for each peer that is gone. None
-// ends that.
+// `callback(session, name, rank, has_failed, reason, has_ended)` runs on an agent thread for each peer that is gone.
+// None ends that.
 void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   Group::OnGone onGone;
   if (!callback.is_none()) {
