@@ -103,6 +103,42 @@ def leave_with_a_block(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
+def test_newcomer_without_a_lease_waits_for_its_donor(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, join_without_a_lease, Steps(tmp_path), options={"rpc_timeout": 10})
+
+
+def join_without_a_lease(rank: int, steps: Steps) -> None:
+    if rank:
+        server = reduction.serve("worker0", trainers=1)
+    if rank == 1:
+        model = make_model()
+        copy = reduction.DataParallel(model, server)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        train(copy, optimizer, rank, 1)
+        steps.done("alone")
+        eventually(lambda: copy._steps._requests, "another asks for the model")
+        steps.done("asked")
+        # It gives its state when it begins a step.
+        steps.wait_for("leased again")
+        train(copy, optimizer, rank, 1)
+    elif rank == 2:
+        steps.wait_for("alone")
+        group = server.office.group
+
+        def lose_the_lease() -> None:
+            steps.wait_for("asked")
+            is_current, group.is_current = group.is_current, lambda: False
+            time.sleep(0.5)
+            group.is_current = is_current
+            steps.done("leased again")
+
+        threading.Thread(target=lose_the_lease).start()
+        model = make_model()
+        copy = reduction.DataParallel(model, server)
+        train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 1)
+    steps.meet("done", rank, 3)
+
+
 def test_a_trainer_is_killed_and_another_comes_under_its_name(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     first, _, third, again = run_on_ucx(4, restart_a_trainer, Steps(tmp_path), url, init=False, exit_codes={1: KILLED})

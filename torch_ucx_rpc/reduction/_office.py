@@ -317,6 +317,10 @@ class Office:
         known = self._openings.get(key)
         return known if known is not None and known.epoch == self._number() and self.group.is_current() else None
 
+    def is_last(self, opening: Opening) -> bool:
+        """Whether nothing newer is known, in force or not. The caller holds the lock."""
+        return self._openings.get(opening.key) is opening and opening.epoch == self._number()
+
     def forget(self, key: str) -> None:
         """Have nothing to do with a model any more."""
         with self.changed:

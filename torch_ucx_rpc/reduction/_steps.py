@@ -383,7 +383,7 @@ class Steps:
             call = rpc.rpc_async(donor, give, args=(self.key,), timeout=0)
             call.add_done_callback(lambda _: self._office.notify())
             with self._office.changed:
-                while not call.done() and self._office.opening(self.key) is opening:
+                while not call.done() and self._office.is_last(opening):
                     self._office.sleep(deadline)
             return call.value() if call.done() else None
         except RuntimeError as error:
