@@ -48,6 +48,8 @@ Outcome = tuple[Any, ...]
 
 # Seconds to wait for one outcome before the workers that have not answered are looked after.
 _SLICE_S = 0.5
+# The same where the agent does not tell of the end of a worker: only the questions notice it.
+_SLICE_UNTOLD_S = 0.1
 # Seconds between two questions to a worker that has not answered.
 _ASKING_S = 1.0
 
@@ -205,6 +207,7 @@ class Crew:
         self._number = 0
         # Orders that travel with the next message, by name.
         self._quiet: dict[str, Any] = {}
+        self._slice_s = _SLICE_S if life().tells_ends else _SLICE_UNTOLD_S
         self._is_closed = False
 
     @property
@@ -313,7 +316,7 @@ class Crew:
         """What a host sends, if it does so in time."""
         place = self.places[row]
         try:
-            outcome: Outcome = decode(self.box.take(self.epoch, place.worker, f"{place.host} {tag}", _SLICE_S))
+            outcome: Outcome = decode(self.box.take(self.epoch, place.worker, f"{place.host} {tag}", self._slice_s))
         except RuntimeError as error:
             if timed_out(error):
                 return None
