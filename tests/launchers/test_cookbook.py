@@ -58,7 +58,3 @@ def assert_prints_what_it_says(recipe: str, tmp_path: Path) -> None:
         done = follow(f"{re.sub('(?<=MASTER_PORT=)[0-9]+', str(port), command)}wait", tmp_path)
     # Lines of different workers come in any order.
     assert sorted(done.stdout.splitlines()) == sorted(output.splitlines()), done.stderr
-
-
-def test_the_list_at_the_top_has_every_recipe() -> None:
-    assert re.findall(r"^- \[(.*)\]\(#", PAGE, re.MULTILINE) == list(RECIPES)
