@@ -126,6 +126,7 @@ class Server:
         return steps
 
     def make_by_hand(self, name: str, **options: Any) -> Steps:
+        """Steps that this process takes part in, which the caller keeps: `make` says what the options mean."""
         options.setdefault("expected", self.spec.expected)
         steps = Steps(self.name, name, **options)
         self._steps = [one for one in self._steps if one() is not None]
