@@ -187,8 +187,12 @@ def _see_all(journal: Journal, life: Life) -> None:
 def _what_is_left() -> dict[str, int]:
     """Count calls, buffers and references, once all calls have ended."""
 
+    seen: dict[str, int] = {}
+
     def counts() -> dict[str, int]:
         gc.collect()
+        # Messages of members that came meanwhile have waited for the GIL.
+        time.sleep(0.05)
         metrics = agent().get_metrics()
         names = ("pool.in_use_bytes", "window.in_use_bytes", "window.waiting_messages", "agent.server_active_calls")
         return {
@@ -198,12 +202,12 @@ def _what_is_left() -> dict[str, int]:
         }
 
     def is_quiet() -> bool:
-        now = counts()
-        return not any(count for name, count in now.items() if name != "values of RRefs")
+        seen.update(counts())
+        return not any(count for name, count in seen.items() if name != "values of RRefs")
 
     with contextlib.suppress(AssertionError):
         eventually(is_quiet, "nothing is left", _SETTLING_S)
-    return counts()
+    return seen
 
 
 def _return_freed_memory() -> None:
