@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,10 +67,26 @@ def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tenso
     slots().put(box, epoch, to, tag, tensors, is_single, timeout)
 
 
+# How many hosts of this process send to each box. A worker that comes back may have two for a while.
+_senders: collections.Counter[str] = collections.Counter()
+_opening = threading.Lock()
+
+
 def open_to_send(box: str) -> None:
     """A process may put into a box when it has this channel, too."""
-    with contextlib.suppress(ValueError):  # the box is here, in a later epoch
-        slots().advance(box, 0)
+    with _opening:
+        _senders[box] += 1
+        with contextlib.suppress(ValueError):  # the box is here, in a later epoch
+            slots().advance(box, 0)
+
+
+def close_to_send(box: str) -> None:
+    """The reverse of `open_to_send`: the last one that sends closes the channel."""
+    with _opening:
+        _senders[box] -= 1
+        if _senders[box] == 0:
+            del _senders[box]
+            slots().close(box)
 
 
 class Box:
@@ -120,6 +138,8 @@ class Exchange:
         self._here: dict[Slot, Any] = {}
         self._posted: dict[Slot, Any] = {}
         self._expected: Iterable[Slot] = ()
+        # Boxes of other hosts that are open to send.
+        self._boxes: set[str] = set()
         self.set_routes(routes)
 
     def __len__(self) -> int:
@@ -130,8 +150,13 @@ class Exchange:
         # Worker and host; None for the stages that are here.
         self._routes = [None if host == self._box.name else (worker, host) for worker, host in routes]
         self._takes_device = {}
+        boxes = {route[1] for route in self._routes if route is not None}
+        for box in boxes - self._boxes:
+            open_to_send(box)
+        for box in self._boxes - boxes:
+            close_to_send(box)
+        self._boxes = boxes
         for route in filter(None, self._routes):
-            open_to_send(route[1])
             self._takes_device[route[0]] = self._device.type == "cpu" or _has_device_map(route[0])
 
     @property
@@ -149,8 +174,8 @@ class Exchange:
 
     def close(self) -> None:
         self.clear()
-        for route in filter(None, self._routes):
-            slots().close(route[1])
+        while self._boxes:
+            close_to_send(self._boxes.pop())
 
     def expect(self, expected: Iterable[Slot]) -> None:
         """Say what will be taken. All is posted before the first wait, so that no sender waits for room for ever."""
