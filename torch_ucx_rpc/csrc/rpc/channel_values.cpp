@@ -105,7 +105,7 @@ Channel::Value Channel::decode(Expected& expected) {
   DecodedMessage decoded;
   const Devices& devices = deviceMaps_.devices();
   try {
-    const auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices);
+    c10::intrusive_ptr<JitFuture> onDevices;
     {
       const Streams streams = deviceMaps_.takeStreams(devices);
       message.pendingWork.blockStreams(streams);
@@ -114,11 +114,12 @@ Channel::Value Channel::decode(Expected& expected) {
         throw unreadable(error);
       }
       if (!devices.empty()) {
-        future->markCompleted(decoded.message, std::move(decoded.deviceStorages));
+        onDevices = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices);
+        onDevices->markCompleted(decoded.message, std::move(decoded.deviceStorages));
       }
     }
-    if (!devices.empty()) {
-      future->waitAndThrow(); // the current streams of this thread wait for those above
+    if (onDevices) {
+      onDevices->waitAndThrow(); // the current streams of this thread wait for those above
     }
   } catch (const c10::Error& failure) {
     throw unreadable(deviceFailed(failure));
