@@ -7,8 +7,8 @@
    carries out all messages before it. It carries out none from it on, and undoes the call that it has carried out.
 3. The next epoch begins when each host has said so, or has been given up. Only then does the driver send orders again.
 4. The number fences. Orders, values between stages and outcomes travel in boxes of the receiver, in its epoch: those of
-   another epoch reach nobody. A worker that was given up has a box that no one else names any more. When it comes back
-   it learns that its host is closed.
+   another epoch are dropped. The driver names the box of a worker that it has given up no more. When that worker comes
+   back, it learns that its host is closed.
 5. A worker is given up if its end is certain, if it has not answered a question for ``rpc_timeout``, or if its stage is
    busy when ``step_timeout`` is over. No other timeout means anything.
 6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no gradient and no optimizer's
@@ -39,7 +39,15 @@ from torch_ucx_rpc._workers.lost import Gone, subscribe, timed_out, was_lost
 from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.pipeline import _host
 from torch_ucx_rpc.pipeline._errors import PipelineError, StageError, StageLostError
-from torch_ucx_rpc.pipeline._exchange import Box, decode, encode, open_to_send, put, worker_info
+from torch_ucx_rpc.pipeline._exchange import (
+    Box,
+    close_to_send,
+    decode,
+    encode,
+    open_to_send,
+    put,
+    worker_info,
+)
 from torch_ucx_rpc.pipeline._messages import Failure
 
 __all__ = ["Crew", "Message", "Place"]
@@ -442,8 +450,9 @@ class Crew:
         """Let go of the stages of a place, which may be lost."""
         if place.is_here:
             _host.close(place.host)
-        else:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # RPC has been shut down, or the worker has ended
+            close_to_send(place.host)
+            if not place.is_here:
                 rpc.rpc_async(place.info, _host.close, (place.host,), timeout=0)
 
 

@@ -67,25 +67,25 @@ def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tenso
     slots().put(box, epoch, to, tag, tensors, is_single, timeout)
 
 
-# How many hosts of this process send to each box. A worker that comes back may have two for a while.
-_senders: collections.Counter[str] = collections.Counter()
-_opening = threading.Lock()
+# How many users each box has in this process: its owner, and those that send to it. A process may have several hosts.
+_users: collections.Counter[str] = collections.Counter()
+_changing = threading.Lock()
 
 
 def open_to_send(box: str) -> None:
-    """A process may put into a box when it has this channel, too."""
-    with _opening:
-        _senders[box] += 1
+    """A process may put into a box when it has this channel, too. `close_to_send` is the reverse."""
+    with _changing:
+        _users[box] += 1
         with contextlib.suppress(ValueError):  # the box is here, in a later epoch
             slots().advance(box, 0)
 
 
 def close_to_send(box: str) -> None:
-    """The reverse of `open_to_send`: the last one that sends closes the channel."""
-    with _opening:
-        _senders[box] -= 1
-        if _senders[box] == 0:
-            del _senders[box]
+    """Send no more. The last user of a box closes the channel."""
+    with _changing:
+        _users[box] -= 1
+        if _users[box] == 0:
+            del _users[box]
             slots().close(box)
 
 
@@ -100,7 +100,9 @@ class Box:
     def __init__(self, name: str, epoch: int) -> None:
         self.name = name
         self._slots = slots()
-        self._slots.advance(name, epoch)
+        self._is_closed = False
+        open_to_send(name)
+        self.advance(epoch)
 
     def post(self, epoch: int, source: str, tag: str) -> Any:
         return self._slots.post(self.name, epoch, source, tag, None, False)
@@ -112,7 +114,11 @@ class Box:
         self._slots.advance(self.name, epoch)
 
     def close(self) -> None:
-        self._slots.close(self.name)
+        """End all that waits here, though others may still send. It may be closed again."""
+        if not self._is_closed:
+            self._is_closed = True
+            close_to_send(self.name)
+            self._slots.close(self.name)
 
 
 class Exchange:

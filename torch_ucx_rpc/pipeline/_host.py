@@ -26,6 +26,7 @@ from torch_ucx_rpc.pipeline._exchange import (
     Box,
     Exchange,
     LostPeerError,
+    close_to_send,
     decode,
     encode,
     open_to_send,
@@ -120,6 +121,7 @@ class Host:
         try:
             self.stages = Stages(self._config, self.exchange)
         except Exception as error:
+            self._stop_sending()
             self._made.put(error)
             return
         self._made.put(None)
@@ -133,9 +135,13 @@ class Host:
             # The driver is gone, or RPC has been shut down.
             close(self._config.host)
         finally:
-            with contextlib.suppress(RuntimeError):
-                self.exchange.close()
+            self._stop_sending()
             self.stages.clear()
+
+    def _stop_sending(self) -> None:
+        with contextlib.suppress(RuntimeError):  # RPC has been shut down
+            self.exchange.close()
+            close_to_send(self._config.driver_box)
 
     def _carry_out_next(self) -> None:
         epoch, number = self._epoch, self._number
