@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._workers.members import Epoch
 from torch_ucx_rpc.reduction._ledger import Ledger
-from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec, hosts_of
+from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, Report, Spec, hosts_of, server_of
 
 # DistributedDataParallel makes its buckets in a collective of the second step: no trainer may be late before that.
 _WHOLE = 2
@@ -49,24 +49,26 @@ class Decider:
             for key, report in its.reports.items():
                 by_key.setdefault(key, {})[one] = report
         for key, reports in by_key.items():
-            kept = {one: its.kept[key] for one, its in self._known.items() if key in its.kept}
-            self._ledger(key, next(iter(reports.values()))).resume(reports, kept.values())
+            self._ledger(key, next(iter(reports.values()))).resume(reports, self._kept(key).values())
+
+    def _kept(self, key: str) -> dict[str, Kept]:
+        """What hosts have of a model."""
+        return {name: its.kept[key] for name, its in self._known.items() if key in its.kept}
 
     def _server(self, name: str) -> Spec | None:
         return next((its.servers[name] for its in self._known.values() if name in its.servers), None)
 
     def _ledger(self, key: str, first: Report) -> Ledger:
         if key not in self._ledgers:
-            server = key.rpartition("/")[0]
+            server = server_of(key)
             spec = self._server(server)
             assert spec is not None
-            kept = {one: its.kept[key] for one, its in self._known.items() if key in its.kept}
             self._ledgers[key] = Ledger(
                 key,
                 self.epoch.number,
                 self.ranks,
                 spec,
-                hosts_of(spec, self.ranks, kept),
+                hosts_of(spec, self.ranks, self._kept(key)),
                 first,
                 left={name for name, its in self._known.items() if server in its.left},
                 is_static=self._is_static,
@@ -78,7 +80,7 @@ class Decider:
 
     def serve(self, name: str, spec: Spec, may_make: bool, future: Future[Any]) -> None:
         """Know a server. The answer is the numbers of the models that are being trained, or a refusal."""
-        mine = {key: ledger for key, ledger in self._ledgers.items() if key.rpartition("/")[0] == spec.name}
+        mine = {key: ledger for key, ledger in self._ledgers.items() if server_of(key) == spec.name}
         known = self._server(spec.name)
         if known is None and not may_make:
             self._answers.append((future, ""))
@@ -100,7 +102,7 @@ class Decider:
         servers = {key: spec for key, spec in its.servers.items() if key != server}
         self._known[name] = its._replace(servers=servers, left=its.left | {server})
         is_over = self._server(server) is None
-        for key in [key for key in self._ledgers if key.rpartition("/")[0] == server]:
+        for key in [key for key in self._ledgers if server_of(key) == server]:
             ledger = self._ledgers[key]
             ledger.left.add(name)
             ledger.leave(name)
@@ -115,7 +117,7 @@ class Decider:
         """A trainer reports where it stands. One that waits is answered with the next opening, or a refusal."""
         if (waiting := self._waiting.pop((key, name), None)) is not None:
             self._answers.append((waiting, None))
-        if self._server(key.rpartition("/")[0]) is None:
+        if self._server(server_of(key)) is None:
             self._answers.append((future, None))
             return
         ledger = self._ledger(key, report)

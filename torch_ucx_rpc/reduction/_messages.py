@@ -18,6 +18,11 @@ def channel_of(key: str) -> str:
     return f"reduction/{key}"
 
 
+def server_of(key: str) -> str:
+    """The server of a model, whose key is ``server/model``."""
+    return key.rpartition("/")[0]
+
+
 def generation(epoch: int, attempt: int) -> int:
     return epoch << _ATTEMPTS | attempt
 

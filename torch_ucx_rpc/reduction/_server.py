@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
-from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
+from torch._C._distributed_rpc import WorkerInfo
 
 from torch_ucx_rpc._arguments import (
     check_callable,
@@ -36,7 +36,7 @@ from torch_ucx_rpc.reduction._host import Fill
 from torch_ucx_rpc.reduction._messages import NEVER, OptimizerFactory, Spec, hosts_of
 from torch_ucx_rpc.reduction._office import Office, TimedOut, fill, office
 from torch_ucx_rpc.reduction._plan import difference, spread
-from torch_ucx_rpc.reduction._steps import ASKING_S, Contributors, Steps
+from torch_ucx_rpc.reduction._steps import ASKING_S, Contributors, Steps, rpc_deadline
 
 # The name of a server that is spread over its trainers.
 _TRAINERS = "trainers"
@@ -246,9 +246,8 @@ def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
     ``absent``: the refusal of a host that is not there, unless others know the server.
     """
     own = office()
-    timeout = get_rpc_timeout()
     try:
-        answer = own.ask(time.monotonic() + timeout if timeout else None, "serve", spec, absent is None)
+        answer = own.ask(rpc_deadline(), "serve", spec, absent is None)
     except TimedOut:
         raise RuntimeError(
             f"{spec.name!r} could not be made within rpc_timeout: the decider of the group does not answer"

@@ -152,7 +152,7 @@ class Steps:
         if not takes_state:
             self._copy = None
         try:
-            self._go_on(_deadline(), until_closed=False)
+            self._go_on(rpc_deadline(), until_closed=False)
         except TimedOut:
             missing = self._missing()
             self.leave()
@@ -213,7 +213,7 @@ class Steps:
         """
         self._is_finishing = True
         try:
-            self._go_on(_deadline(), until_closed=True)
+            self._go_on(rpc_deadline(), until_closed=True)
             results = self._results
             if not self._is_cut:
                 # They are the caller's.
@@ -468,7 +468,7 @@ class Steps:
 
     def parameters_of(self, shards: set[int]) -> dict[int, list[Tensor]]:
         """With an optimizer on the hosts: the parameters of these shards, after the last step."""
-        deadline = _deadline()
+        deadline = rpc_deadline()
         values: dict[int, list[Tensor]] = {}
         tried: Opening | None = None
         while shards - values.keys():
@@ -496,7 +496,8 @@ def _fits(results: list[Tensor], tensors: list[Tensor]) -> bool:
     ]
 
 
-def _deadline() -> float | None:
+def rpc_deadline() -> float | None:
+    """When ``rpc_timeout`` is over from now on; None without one."""
     timeout = get_rpc_timeout()
     return time.monotonic() + timeout if timeout else None
 

@@ -247,7 +247,7 @@ class Directory:
 
     def _decider(self) -> WorkerInfo | None:
         epoch = self._group.epoch
-        return None if epoch is None else WorkerInfo(epoch.decider.name, epoch.decider.rank)
+        return None if epoch is None else _info(epoch.decider)
 
     def _grant(self, owner: Owner) -> None:
         self._at = (self._at[0], self._at[1] + 1)
