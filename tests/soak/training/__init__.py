@@ -48,8 +48,6 @@ _ABSENCES_S = (0.0, 0.5, 2.0)
 # Of strikes, so many stop a worker instead of killing it: for a moment, or until the others have left it out.
 _STOPPING = 0.3
 _STOPS_S = (0.5, 2.0, 7.0)
-# After so long a worker is in touch with the others. If all that are end at once, the rest stops (membership.md).
-_SETTLING_S = 6.0
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -232,8 +230,6 @@ class Job:
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         may_lose_host = len(hosts) > 1 or len(self._kind.hosts) == 1
         candidates = [*(hosts if may_lose_host else []), *(trainers if len(trainers) > 1 else [])]
-        settled = [name for name in living if time.time() - self._began[name] > _SETTLING_S]
-        candidates = [name for name in candidates if settled not in ([], [name])]
         if not candidates:
             return
         name = self._choices.choice(candidates)
