@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from ._jobs import reference_step
+
 
 class Failing(nn.Module):
     """Raises at a value above 100 in the forward, or below -100 on the way back."""
@@ -44,6 +46,23 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
     from torch_ucx_rpc import pipeline
 
     return pipeline.DistributedPipeline(model, list(workers), **{"loss": F.mse_loss, "chunks": 4, **options})
+
+
+class Twins:
+    """A pipeline, and the same model in one process, which are trained alike."""
+
+    def __init__(self, pipe: Any, model: nn.Module, optimizer: Any) -> None:
+        self._pipe, self._model = pipe, model
+        self._optimizers = pipe.optimizer(optimizer, lr=0.1), optimizer(model.parameters(), lr=0.1)
+
+    def step(self, x: torch.Tensor | None = None, y: torch.Tensor | None = None) -> None:
+        """Train both on a batch, by default a random one; their losses are equal bit for bit."""
+        x = torch.randn(8, 8) if x is None else x
+        y = torch.randn(8, 4) if y is None else y
+        assert torch.equal(self._pipe.step(x, target=y), reference_step(self._model, F.mse_loss, 4, x, target=y))
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def assert_equal_gradients(pipe: Any, model: nn.Module) -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from ._jobs import BACKENDS, Stalls, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
-from ._pipelines import Failing, PassOn, make_pipe
+from ._jobs import BACKENDS, Stalls, drive, drive_with_deaths, eventually, kill, on, small_model
+from ._pipelines import Failing, PassOn, Twins, make_pipe
 
 
 def kept() -> int:
@@ -362,15 +362,7 @@ def hold_writing(seconds: float) -> None:
 def lose_behind_a_save(folder: str, dying: str) -> None:
     """A stage dies while a save is being written: it counts if it comes to its end, and else the one before does."""
     pipe, model = make_pipe(small_model(), spares=["worker3"]), small_model()
-    mine, theirs = pipe.optimizer(torch.optim.AdamW, lr=0.1), torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def both() -> None:
-        x, y = torch.randn(8, 8), torch.randn(8, 4)
-        assert torch.equal(pipe.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-
+    both = Twins(pipe, model, torch.optim.AdamW).step
     pipe.save(Path(folder, "first"))
     both()
     on("worker1", hold_writing, 0.5)
@@ -397,15 +389,8 @@ def replace_by_hand(folder: str) -> None:
     from torch_ucx_rpc.pipeline import StageLostError
 
     pipe, model = make_pipe(small_model(), schedule="zero-bubble"), small_model()
-    mine, theirs = pipe.optimizer(torch.optim.AdamW, lr=0.1), torch.optim.AdamW(model.parameters(), lr=0.1)
+    both = Twins(pipe, model, torch.optim.AdamW).step
     batches = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(4)]
-
-    def both(x: torch.Tensor, y: torch.Tensor) -> None:
-        assert torch.equal(pipe.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-
     both(*batches[0])
     pipe.save(Path(folder, "one"))
     pipe.step(*batches[3][:1], target=batches[3][1])

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from ._jobs import KILLED, Stalls, drive, eventually, on, processes_of, reference_step, small_model
-from ._pipelines import make_pipe
+from ._jobs import KILLED, Stalls, drive, eventually, on, processes_of, small_model
+from ._pipelines import Twins, make_pipe
 
 # ------------------------------------------------------------------------------------------------------- threads
 
@@ -106,16 +105,8 @@ def stopped(process: int) -> Iterator[None]:
 def step_beside_a_stopped_stage(folder: str) -> None:
     rpc._set_rpc_timeout(10)
     pipe, model = make_pipe(small_model(), spares=["worker3"]), small_model()
-    mine, theirs = pipe.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    both = Twins(pipe, model, torch.optim.SGD).step
     pipe.save(Path(folder, "first"))
-
-    def both() -> None:
-        x, y = torch.randn(8, 8), torch.randn(8, 4)
-        assert torch.equal(pipe.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-
     both()
     pipe.synchronize()
     with stopped(processes_of("worker2")):
