@@ -354,7 +354,7 @@ def interrupt_changes(rank: int, steps: Steps) -> None:
     if rank == 1:
         for moment in ("_from_decider", "_on"):
             interrupt(services.pair, moment, f"weights {moment}", 1)
-            # A grant that was not read is none.
+            # A worker that has not read its grant does not have the name.
             assert (f"weights {moment}" in directory().served) == (moment == "_from_decider")
             services.pair(f"bias {moment}", 1)
             interrupt(services.unregister, moment, f"bias {moment}")

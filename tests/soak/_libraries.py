@@ -10,7 +10,7 @@ import torch
 
 from torch_ucx_rpc import reduction, services
 
-# Of a push to each host.
+# The elements of a push to each host.
 _ELEMENTS = 20_000
 _LIFE = "life "
 

@@ -24,7 +24,7 @@ class ChannelDeviceTest : public DeviceTest {
     return agent(0).channel().put(to, {"g", 0, "x"}, {std::move(tensors), false}, kPatienceMs);
   }
 
-  // What a kernel that follows the take finds in the tensors. Its stream is one that runs early.
+  // Takes the value, and launches a kernel on each tensor, which notes the content. Its stream runs early.
   std::vector<Look> take(std::optional<std::vector<at::Tensor>> into = {}) {
     std::future<std::vector<Look>> taken = std::async(std::launch::async, [&] {
       const c10::StreamGuard guard(latestStream());

@@ -26,7 +26,7 @@ its stdout and stderr as files::
     {"environ": {...}}     {"pid": 42} or {"errno": 11}     by the helper, once for each worker
     {"do": "end"}          {"ended": true}                  the workers lead sessions, and are children of the launcher
 
-The helper ends, and the kernel hands its orphans to the launcher, which is a child subreaper meanwhile.
+The helper ends after its batch. The launcher is a child subreaper until then, so it inherits the workers.
 
 Deaths:
 
