@@ -11,7 +11,7 @@
 * `DistributedPipeline`  the model as the training loop sees it
 * `PipelineOptimizer`    what its ``optimizer()`` returns
 * `GradScaler`           for float16
-* `Built`                a stage that its worker builds by itself
+* `Built` a stage that its worker builds
 * `SplitPoint`           torch's, for ``split_spec``
 * `PipelineError`, `StageError`, `StageLostError`, `ScheduleError`: how a pipeline fails
 

@@ -1,7 +1,7 @@
 """The backward of one micro-batch through one stage: whole, or as gradient of the inputs now and of the weights later.
 
-Bit for bit what autograd does for the undivided model: gradients of a value that several stages use are summed in the
-order in which autograd would reach them, last stage first.
+The result equals autograd's for the undivided model bit for bit: gradients of a value that several stages use are
+summed in the order in which autograd would reach them, last stage first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def sum_by_tensor(tensors: Tensors, gradients: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[Any]]:
-    """Each tensor once, with the sum of its gradients, added in this order; those without a gradient left out."""
+    """List each tensor once, with the sum of its gradients in this order. Tensors without a gradient are left out."""
     found: dict[int, int] = {}
     roots: list[torch.Tensor] = []
     sums: list[Any] = []
@@ -36,13 +36,13 @@ def sum_by_tensor(tensors: Tensors, gradients: Sequence[torch.Tensor | None]) ->
 
 
 def whole(roots: Tensors, gradients: Sequence[Any]) -> None:
-    """Gradients of inputs and weights, into their ``grad``."""
+    """Add the gradients of inputs and weights to their ``grad``."""
     if roots:
         torch.autograd.backward(list(roots), list(gradients))
 
 
 class HalfDone:
-    """What `inputs_half` leaves for `weights_half`."""
+    """State that `inputs_half` leaves for `weights_half`."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class HalfDone:
         self.roots = roots
         self.gradients = gradients
         self.groups = groups
-        # Nodes of the graph that outputs reach on a way where no input is.
+        # Nodes of the graph that outputs reach on a path without an input.
         self.beside = beside
 
 
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
-    """The gradients of ``inputs``, into their ``grad``; the weights' are put off.
+    """Add the gradients of ``inputs`` to their ``grad``, and put off those of the weights.
 
-    On torch's analysis of the graph: it finds the nodes at which the ways to weights leave the way to the inputs, and
-    keeps the gradients that arrive there. So nothing is computed twice.
+    Torch's analysis of the graph finds the nodes at which the paths to weights leave the path to the inputs. The
+    gradients that arrive there are kept, so nothing is computed twice.
     """
     roots, gradients = list(roots), list(gradients)
     if not roots or not inputs:
@@ -89,7 +89,7 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
 
 
 def _reached_from(nodes: Iterable[Any]) -> frozenset[Any]:
-    """These nodes, and all that come behind them on the way back."""
+    """Return these nodes, and all nodes that a backward reaches from them."""
     found: set[Any] = set()
     open_ = list(nodes)
     while open_:
@@ -114,13 +114,14 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
     if half.groups is None:
         whole(half.roots, half.gradients)
         return
-    # A weight that is used at several places is left to autograd, which adds up in the right order.
+    # Autograd handles a weight that is used at several places: it adds up in the right order.
     groups = [group for group in half.groups if len(group["intermediates"]) == 1 and group.get("grads")]
     weight_of = {torchs._get_grad_fn_or_grad_acc(weight): weight for weight in weights if weight.requires_grad}
     nodes = {node for group in groups for node in group["params"]} - half.beside
-    # So are weights with a way to an output that does not meet that of the inputs, and those of nodes that did not run.
+    # It also handles weights with a path to an output that does not meet the inputs' path, and weights of nodes that
+    # did not run.
     apart = [weight for node, weight in weight_of.items() if node not in nodes]
-    # By backward(), which copies a gradient where two weights have the same one.
+    # backward() copies a gradient where two weights have the same one.
     if apart:
         torch.autograd.backward(half.roots, half.gradients, retain_graph=True, inputs=apart)
     for group in groups:

@@ -18,9 +18,10 @@ __all__ = ["balanced", "profile"]
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """How many neighbours of ``costs`` go into each stage so that the dearest stage is as cheap as can be.
+    """Return how many neighbours of ``costs`` go into each stage so that the dearest stage is as cheap as can be.
 
-    Exactly, by dynamic programming; among equals the sum of squares decides, so that the others are even too.
+    Dynamic programming finds the exact optimum; among equals the sum of squares decides, so that the other stages are
+    even too.
     """
     count = len(costs)
     sums = [0.0]
@@ -46,14 +47,14 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def profile(layers: Sequence[nn.Module], args: tuple[Any, ...], repeats: int = 3) -> list[float]:
-    """Seconds of a forward and backward of each layer in turn, the median of ``repeats``; the layers stay as they
+    """Time a forward and backward of each layer in turn: the median of ``repeats``, in seconds. The layers stay as they
     are."""
     times = []
     values: Any = args
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for place, layer in enumerate(layers):
             try:
-                # Statistics and gradients are those of the copy.
+                # Statistics and gradients change in the copy only.
                 seconds, values = _measure(copy.deepcopy(layer), values, repeats)
             except Exception as error:
                 raise PipelineError(

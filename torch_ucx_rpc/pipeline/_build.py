@@ -21,11 +21,11 @@ __all__ = ["Built", "evaluation_module", "on_worker", "share_evaluation_state", 
 
 
 class Built:
-    """A stage that its worker builds by itself: the driver needs neither its code nor its parameters.
+    """A stage that its worker builds: the driver needs neither its code nor its parameters.
 
     Args:
-        what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``, which only the
-            worker looks up.
+        what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``.
+            Only the worker looks up a name.
         *args: its positional arguments.
         **kwargs: its keyword arguments.
 
@@ -49,7 +49,7 @@ class Built:
         return f"Built({name})"
 
     def build(self) -> nn.Module:
-        """Make the module, on the worker that this runs on. Raises TypeError if it is no nn.Module."""
+        """Make the module on this worker. Raises TypeError if it is not an nn.Module."""
         make = self.what
         if isinstance(make, str):
             module, _, name = make.partition(":")
@@ -76,7 +76,7 @@ def _a_module(made: Any, what: str) -> nn.Module:
 
 
 def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
-    """The module of a stage, on the worker that this runs on."""
+    """Make the module of a stage on this worker."""
     made = spec.module
     if isinstance(made, Built):
         made = made.build()
@@ -91,7 +91,8 @@ def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
 
 
 def _add(module: nn.Module, tensors: Mapping[str, Any]) -> None:
-    """Give a module tensors by their full names. (A traced one loses on its way what it does not compute with.)"""
+    """Give a module tensors by their full names. (Pickling a traced module drops the tensors that it does not compute
+    with.)"""
     for full, tensor in tensors.items():
         *path, name = full.split(".")
         holder = module
@@ -139,7 +140,7 @@ def share_evaluation_state(stages: Iterable[Any]) -> None:
 class Skeleton:
     """A module without the values that a checkpoint has: parameters and persistent buffers are on the meta device.
 
-    In pickled form, since RPC takes a tensor on the meta device for one that it has to send.
+    It is pickled, since RPC would try to send a tensor on the meta device.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -158,18 +159,18 @@ class Skeleton:
 
 
 def skeleton(module: Any) -> Any:
-    """What can make a stage anew, once a checkpoint fills it."""
+    """Return a recipe that remakes a stage, which a checkpoint then fills."""
     if not isinstance(module, nn.Module):
         return module
     try:
         return Skeleton(module)
     except RuntimeError:
-        # It has a tensor of autograd's, such as torch.nn.utils.weight_norm makes: that travels, but has no deep copy.
+        # It holds a tensor with a graph, as torch.nn.utils.weight_norm makes: pickle takes it, deepcopy does not.
         return module
 
 
 def materialized(module: nn.Module, device: torch.device) -> nn.Module:
-    """Memory for what is on the meta device, and nothing else; what two parts share they go on sharing."""
+    """Allocate memory for the tensors on the meta device only. Parts that share a tensor go on sharing it."""
     made: dict[int, Any] = {}
     for part in module.modules():
         for kind in (part._parameters, part._buffers):
@@ -183,7 +184,7 @@ def materialized(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def cannot_be_rebuilt(spec: StageSpec) -> PipelineError | None:
-    """Why a stage cannot come to another worker, if so."""
+    """Say why a stage cannot move to another worker, if so."""
     if isinstance(spec.module, PyRRef):
         return PipelineError(
             f"stage {spec.index} was given as an RRef, which died with its owner: give it as Built(...), or as a "

@@ -19,7 +19,7 @@ __all__ = ["Call", "Circumstances", "circumstances", "divided", "packets"]
 
 
 class Circumstances(NamedTuple):
-    """What a call depends on beside its arguments. When it is done again later, they are those of the first time."""
+    """Settings that a call depends on beside its arguments. A repetition uses those of the first time."""
 
     autocast: Autocast
     trained: tuple[bool, ...]
@@ -27,7 +27,7 @@ class Circumstances(NamedTuple):
 
 
 def circumstances(parameters: Mapping[str, torch.nn.Parameter]) -> Circumstances:
-    """Those of a call that is made now, by this thread."""
+    """Return the settings of a call that this thread makes now."""
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
@@ -44,7 +44,7 @@ class Call:
     inputs: list[Any] | None = None
     targets: list[Any] | None = None
     number: int | None = None
-    """None: a new one."""
+    """None: a new call gets the next number."""
     grad: bool = True
     to_driver: bool = False
     output_gradients: list[Any] | None = None
@@ -62,7 +62,7 @@ class Call:
         is_last: bool,
         is_known: bool,
     ) -> Request:
-        """What the worker of this row gets; ``inputs`` are by stage."""
+        """Return the request for the worker of this row; ``inputs`` are by stage."""
         assert self.number is not None
         return Request(
             row_key=self.key,
@@ -84,7 +84,8 @@ class Call:
 def divided(
     partition: Partition, chunks: int, args: Any, kwargs: Any, target: tuple[Any, ...]
 ) -> tuple[int, list[Any], list[Any]]:
-    """How many micro-batches, their arguments, and the targets. Raises ValueError for what cannot be divided."""
+    """Return the number of micro-batches, their arguments, and the targets. Raises ValueError if the batch cannot be
+    divided."""
     args, kwargs = partition.arguments(args, kwargs)
     size = batch_size((args, kwargs, target))
     if size == 0:
@@ -94,7 +95,8 @@ def divided(
 
 
 def packets(specs: Sequence[StageSpec], inputs: list[Any], *, grad: bool) -> dict[int, list[Packet]]:
-    """What each stage needs of the batch. Gradients of it are for calls, which have someone to give them to."""
+    """Return the values of the batch that each stage needs. Only calls want gradients of them, since only a caller can
+    use them."""
     found: dict[int, list[Packet]] = {}
     for spec in specs:
         if any(edge.source == INPUT for edge in spec.edges_in):

@@ -1,22 +1,22 @@
-"""The workers of one pipeline, as the driver sees them: epochs, orders to all workers, and what came of each (`Crew`).
+"""The workers of one pipeline, as the driver sees them: epochs, orders to all workers, and their outcomes (`Crew`).
 
-**Epochs.** The driver alone decides. An epoch is a number and the hosts of the rows, its crew. What holds:
+**Epochs.** The driver alone decides. An epoch is a number and the hosts of the rows, its crew. These invariants hold:
 
 1. In an epoch the driver's messages are numbered from 0. Every host carries them out in turn.
 2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, or a worker is given up. Every host
-   carries out all messages before it. It carries out none from it on, and undoes the call that it has carried out.
+   carries out all messages before that one and none from it on. A host that has already carried out its call undoes it.
 3. The next epoch begins when each host has said so, or has been given up. Only then does the driver send orders again.
 4. The number fences. Orders, values between stages and outcomes travel in boxes of the receiver, in its epoch: those of
-   another epoch are dropped. The driver names the box of a worker that it has given up no more. When that worker comes
+   another epoch are dropped. The driver no longer uses the box of a worker that it has given up. If that worker comes
    back, it learns that its host is closed.
 5. A worker is given up if its end is certain, if it has not answered a question for ``rpc_timeout``, or if its stage is
    busy when ``step_timeout`` is over. No other timeout means anything.
-6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no gradient and no optimizer's
-   step of before counts, and `recovery` repeats the journal since.
+6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier gradient or
+   optimizer step counts, and `recovery` repeats the journal since.
 
 Gradients and steps of optimizers are applied as they are carried out. A call that fails is undone everywhere: gradients
-that were not there before it go, and others are refused to the optimizer until ``zero_grad``. An optimizer that fails
-on one worker has stepped on the others.
+that it created are removed, and optimizers refuse the others until ``zero_grad``. If an optimizer fails on one worker,
+the others have taken their step.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = ["Crew", "Message", "Place"]
 
 Outcome = tuple[Any, ...]
 
-# Seconds to wait for one outcome before the workers that have not answered are looked after.
+# Seconds to wait for one outcome before the driver asks the workers that have not answered.
 _SLICE_S = 0.5
-# The same where the agent does not tell of the end of a worker: only the questions notice it.
+# The same where the agent does not report the end of a worker: only the questions notice it.
 _SLICE_UNTOLD_S = 0.1
 # Seconds between two questions to a worker that has not answered.
 _ASKING_S = 1.0
@@ -84,25 +84,25 @@ class Place:
 
 
 class Message(NamedTuple):
-    """Orders that all have been given."""
+    """One or more orders that all workers have been given."""
 
     number: int
     name: str
     quiet: dict[str, Any]
     adds_gradients: bool
     is_answered: bool
-    """Else hosts only tell of failures: an outcome of a later message says that all went well."""
+    """If not, hosts only report failures: an outcome of a later message shows that this one succeeded."""
 
 
 class _Epoch:
-    """What is known of the present epoch. Any thread may use it: RPC's threads tell of failures.
+    """State of the present epoch. Any thread may use it: RPC's threads report failures.
 
     Attributes:
-        messages: that have been sent and not settled.
-        outcomes: by number of the message, and row.
-        gone: why a row's worker is given up.
+        messages: numbers of the messages that have been sent and not settled.
+        outcomes: outcomes by number of the message, and row.
+        gone: the reason why a row's worker is given up.
         at: the message at which the epoch ends, if it does.
-        reason: why, if no worker is to blame.
+        reason: the reason, if no worker is to blame.
     """
 
     def __init__(self, number: int, places: Sequence[Place]) -> None:
@@ -138,12 +138,12 @@ class _Epoch:
                 if place.is_here:
                     _host.cut(place.host, self.number + 1, at, spoils)
                 elif row not in self.gone:
-                    with contextlib.suppress(RuntimeError):  # it is known to be gone
+                    with contextlib.suppress(RuntimeError):  # its end is known already
                         rpc.rpc_async(place.info, _host.cut, (place.host, self.number + 1, at, spoils), timeout=0)
 
 
 class _Question:
-    """What a worker does that has not sent its outcome, and how long it has been silent."""
+    """The last answer of a worker that has not sent its outcome, and how long it has been silent."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -153,7 +153,7 @@ class _Question:
         self._answer = ""
 
     def look(self, passed_s: float) -> str | None:
-        """Why the worker is to be given up, if so."""
+        """Say why the worker is to be given up, if so."""
         if self._call is None:
             if time.monotonic() >= self._next:
                 self._next = time.monotonic() + _ASKING_S
@@ -171,7 +171,7 @@ class _Question:
             if self._answer == "closed":
                 return "its stages have been closed"
         else:
-            # Not by the clock: this process may have been stopped itself.
+            # This counts questions, not time: this process may have been stopped itself.
             self._silence_s += passed_s
             limit = get_rpc_timeout()
             if self._silence_s > limit > 0:
@@ -184,7 +184,7 @@ class _Question:
 
 
 class Crew:
-    """The workers of one pipeline. It belongs to the driver's thread, but for `tell` and `lose`.
+    """The workers of one pipeline. It belongs to the driver's thread, except `tell` and `lose`.
 
     Args:
         places: worker and device of each row of the schedule.
@@ -192,7 +192,7 @@ class Crew:
         step_timeout: seconds that the workers may take for one message; None for no limit.
 
     Attributes:
-        epoch: see above.
+        epoch: the present epoch.
         stages_of: the stages of each row.
     """
 
@@ -211,7 +211,7 @@ class Crew:
         self.worker_of = worker_of
         self.stages_of = [[stage for stage, of in enumerate(worker_of) if of == row] for row in range(len(places))]
         self.step_timeout = math.inf if step_timeout is None else step_timeout
-        # Of the next message.
+        # Number of the next message.
         self._number = 0
         # Orders that travel with the next message, by name.
         self._quiet: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class Crew:
     # ----------------------------------------------------------------------------------------------------- orders
 
     def later(self, name: str, payload: Any) -> None:
-        """Have all carry out an order before the next one. It takes the place of one of the same name; lists add up."""
+        """Have all carry out an order before the next one. It replaces an order of the same name; lists add up."""
         self._quiet[name] = [*self._quiet.get(name, ()), *payload] if isinstance(payload, list) else payload
 
     def send(
@@ -254,7 +254,7 @@ class Crew:
                 if (reason := self._put(self.places[row], message, orders)) is not None:
                     self._epoch.give_up(row, reason)
         except BaseException:
-            # Some have it, and the others do not.
+            # Some workers have it, and the others do not.
             self._epoch.end(message.number)
             self._collect()
             self._begin_epoch()
@@ -262,7 +262,7 @@ class Crew:
         return message
 
     def _put(self, place: Place, message: Message, orders: Any) -> str | None:
-        """Why a worker does not take a message, if so."""
+        """Say why a worker does not take a message, if so."""
         question, looked = _Question(place), time.monotonic()
         reason = None
         while reason is None:
@@ -281,7 +281,7 @@ class Crew:
         return reason
 
     def send_later(self, name: str, payload: Any) -> None:
-        """Give an order that nobody waits for now: what goes wrong is told by the next `settle`."""
+        """Give an order without waiting for it: the next `settle` raises its failure."""
         self.send(name, [payload] * len(self.places), is_answered=False)
 
     def do(self, name: str, payload: Any) -> list[Any]:
@@ -289,7 +289,8 @@ class Crew:
         return self.settle(self.send(name, [payload] * len(self.places)))
 
     def settle(self, sent: Message) -> list[Any]:
-        """What each made of a message, after those before it. Raises StageError, StageLostError, PipelineError."""
+        """Return each worker's result of a message, after the messages before it. Raises StageError, StageLostError,
+        PipelineError."""
         epoch, rows = self._epoch, range(len(self.places))
         self._collect()
         if epoch.at is None:
@@ -321,7 +322,7 @@ class Crew:
             epoch.end(0)
 
     def _take(self, row: int, tag: str) -> Outcome | None:
-        """What a host sends, if it does so in time."""
+        """Return what a host sends, if it does so in time."""
         place = self.places[row]
         try:
             outcome: Outcome = decode(self.box.take(self.epoch, place.worker, f"{place.host} {tag}", self._slice_s))
@@ -356,7 +357,7 @@ class Crew:
         epoch.gone.update(ended.gone)
         self._epoch, self._number = epoch, 0
         self.box.advance(epoch.number)
-        # Orders that waited for company may not have been carried out everywhere. To repeat them does no harm.
+        # Orders that were to travel with another may not have been carried out everywhere. Repeating them does no harm.
         for message in reversed(ended.messages):
             if message.number >= (ended.at or 0):
                 self._quiet = {**message.quiet, **self._quiet}
@@ -447,7 +448,7 @@ class Crew:
             self.box.close()
 
     def close_place(self, place: Place) -> None:
-        """Let go of the stages of a place, which may be lost."""
+        """Close the stages of a place, which may be lost."""
         if place.is_here:
             _host.close(place.host)
         with contextlib.suppress(RuntimeError):  # RPC has been shut down, or the worker has ended
@@ -457,7 +458,7 @@ class Crew:
 
 
 class _Watch:
-    """Looks after workers that have not answered yet."""
+    """Questions to the workers that have not answered yet."""
 
     def __init__(self, places: Sequence[Place], limit_s: float) -> None:
         self._places = places
@@ -466,7 +467,7 @@ class _Watch:
         self._questions: dict[int, _Question] = {}
 
     def look(self, rows: Iterable[int], epoch: _Epoch) -> None:
-        """Give those up that are silent, or busy for too long."""
+        """Give up workers that are silent, or busy for too long."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * _SLICE_S), now
         busy = []
@@ -478,7 +479,7 @@ class _Watch:
                 epoch.give_up(row, reason)
             elif question.is_busy:
                 busy.append(row)
-        # They have been asked once at least.
+        # Each has been asked at least once.
         if now - self._begin > max(self._limit_s, 2 * _SLICE_S) and epoch.at is None:
             for row in busy:
                 epoch.give_up(row, f"its stage is busy after step_timeout={self._limit_s:g} s")
@@ -492,7 +493,7 @@ _crews: weakref.WeakValueDictionary[str, Crew] = weakref.WeakValueDictionary()
 
 
 def tell(crew: str, epoch: int, number: int, host: str, outcome: Outcome) -> None:
-    """For hosts: a message has failed there."""
+    """Note that a message has failed on a host. Hosts call this."""
     if (found := _crews.get(crew)) is not None:
         found.tell(epoch, number, host, outcome)
 

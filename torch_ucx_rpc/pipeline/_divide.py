@@ -28,12 +28,12 @@ def divide(
     split_spec: Mapping[str, Any] | None,
     chunks: int,
 ) -> Partition:
-    """``model`` as ``stages`` stages. Raises ValueError, TypeError or PipelineError with the cure."""
+    """Divide ``model`` into ``stages`` stages. Raises ValueError, TypeError or PipelineError with the cure."""
     if isinstance(model, (list, tuple)):
         return _given(model, stages, balance)
     args, kwargs = _sample(sample, chunks)
     if split_spec is not None or type(model).forward is not nn.Sequential.forward:
-        # It imports torch.export, which most models do not need.
+        # The tracer imports torch.export, which most models do not need.
         from torch_ucx_rpc.pipeline import _tracing
 
         if isinstance(balance, (list, tuple)):
@@ -52,7 +52,7 @@ def divide(
 
 
 def _sample(sample: Any, chunks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A micro-batch of the sample, as arguments of the model."""
+    """Return a micro-batch of the sample, as arguments of the model."""
     if sample is None:
         return (), {}
     args = sample if isinstance(sample, tuple) else (sample,)
@@ -60,7 +60,7 @@ def _sample(sample: Any, chunks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, dict):
         args, kwargs = (), sample
     size = batch_size((args, kwargs))
-    # A dimension of size 1 would be taken for one that always is when a model is traced.
+    # Tracing would take a dimension of size 1 for a constant.
     if size is not None and size >= 2 * chunks:
         args, kwargs = split((args, kwargs), chunks)[0]
     return args, kwargs
@@ -77,7 +77,7 @@ def _sequential(
     kwargs: dict[str, Any],
     has_sample: bool,
 ) -> Partition:
-    # Not named_children(): a layer that stands there twice is two layers.
+    # named_children() would list a layer that occurs twice only once.
     layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
     if len(layers) < stages:
         raise ValueError(

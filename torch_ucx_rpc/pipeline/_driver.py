@@ -62,7 +62,7 @@ class DistributedPipeline:
         step_timeout: seconds that the workers may take for a step, or for another order. A worker whose stage is busy
             then counts as lost. None: no limit; a worker that answers no call for ``rpc_timeout`` counts as lost.
 
-    Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for what cannot be.
+    Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for arguments that cannot work.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DistributedPipeline:
                     f"{one[0]!r} is given twice: a worker (or a device of it, 'name/cuda:1') runs one row of the "
                     f"schedule. For several stages on each worker there is stages_per_worker=."
                 )
-        # What the schedule forbids is found before anything runs.
+        # The schedule finds a conflict before anything runs.
         schedules = Schedules(schedule, len(places), stages_per_worker)
         worker_of = schedules.of(chunks).worker_of
         partition = divide(
@@ -163,7 +163,7 @@ class DistributedPipeline:
 
     @property
     def training(self) -> bool:
-        """As of ``nn.Module``: of all stages."""
+        """Mode of all stages, as ``nn.Module.training``."""
         return self._engine.training
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -181,8 +181,8 @@ class DistributedPipeline:
         Returns the mean of the micro-batches' losses, a scalar tensor without gradient.
 
         Raises StageError when a stage raises; StageLostError when a worker is lost and no spare is left. Either way the
-        step has been undone: gradients that were not there before are gone again, and its memory is given back. What
-        batch norms have counted stays counted.
+        step has been undone: gradients that it created are removed, and its memory is freed. Statistics of batch norms
+        keep what they have counted.
         """
         self._check_loss("step")
         scale = None if scaler is None else scaler.scale_of_step()
@@ -200,18 +200,18 @@ class DistributedPipeline:
         return self._forward(Engine.evaluate, args, kwargs, target)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch. In grad mode its backward works, once: it runs on the stages.
+        """The model's output for a batch. In grad mode its backward works once, and runs on the stages.
 
-        Outputs of the micro-batches are concatenated along dimension 0. Those that cannot be become a list, or raise
-        PipelineError where gradients are to come back. Any number of calls may wait for their backward, so loops over
-        the model work. What a call keeps on the workers goes with its output, at the latest in the next call.
+        Outputs of the micro-batches are concatenated along dimension 0. Outputs that do not fit become a list, or raise
+        PipelineError if gradients are to come back. Any number of calls may wait for their backward, so loops over the
+        model work. The workers free the memory of a call once its output is gone, at the latest in the next call.
         """
         if torch.is_grad_enabled():
             return call_with_autograd(self._engine, self._recovery, self._around(), args, kwargs)
         return self._forward(Engine.infer, args, kwargs)
 
     def _forward(self, method: Callable[..., Any], *args: Any) -> Any:
-        # In training mode it draws random numbers and counts in batch norms: a repetition needs it too.
+        # In training mode a call draws random numbers and counts in batch norms, so a repetition needs it too.
         guard = self._recovery.do if self.training else self._recovery.ask
         return guard(method, self._around(), *args)
 
@@ -221,7 +221,7 @@ class DistributedPipeline:
     # ---------------------------------------------------------------------------------------------------- the model
 
     def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> PipelineOptimizer:
-        """An optimizer of class ``cls`` on each worker, for its own parameters, behind one that looks like torch's.
+        """Make an optimizer of class ``cls`` on each worker for its parameters, behind one that looks like torch's.
 
         ``params`` takes what torch's optimizers take, made of `parameters` or `named_parameters`; all by default.
         Learning-rate schedulers work on the result as on any.
@@ -232,98 +232,103 @@ class DistributedPipeline:
         return made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names of the undivided model, and parameters with shape and dtype but without values (on the meta device)."""
+        """Yield the undivided model's names, and parameters with shape and dtype but without values (on the meta
+        device)."""
         return iter(self._engine.parameters.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters in the order of the undivided model, with shapes and without values: those are on workers."""
+        """Yield all parameters in the order of the undivided model, with shapes and without values, as the workers have
+        these."""
         return iter(self._engine.parameters.values())
 
     def train(self, mode: bool = True) -> DistributedPipeline:
-        """As ``nn.Module.train``: on all stages, and so for all modules. Until then each has the mode in which it was
+        """Set the mode of all stages, as ``nn.Module.train``. Until then each module has the mode in which it was
         given."""
         self._recovery.do(Engine.train, mode)
         return self
 
     def eval(self) -> DistributedPipeline:
-        """As ``nn.Module.eval``: on all stages."""
+        """Set all stages to evaluation, as ``nn.Module.eval``."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> DistributedPipeline:
-        """As ``nn.Module.requires_grad_``: on all stages, from the next call on. For some there is
-        ``requires_grad_`` of what `named_parameters` returns."""
+        """Do ``nn.Module.requires_grad_`` on all stages, from the next call on. For single parameters call
+        ``requires_grad_`` on those that `named_parameters` yields."""
         for parameter in self.parameters():
             parameter.requires_grad_(requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``: on all stages. Travels with the next call."""
+        """Do ``nn.Module.zero_grad`` on all stages. It travels with the next call."""
         self._recovery.zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Returns the norm before."""
+        """Do ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Returns the norm before clipping."""
         return self._recovery.do(Engine.clip_grad_norm, max_norm, norm_type, error_if_nonfinite)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Copies of all gradients, by the names of the undivided model."""
+        """Return copies of all gradients, by the names of the undivided model."""
         found = self._recovery.ask(Engine.gather, "gradients")
         return {name: found[name] for name in self._engine.parameters if name in found}
 
     def state_dict(self) -> dict[str, Any]:
-        """The undivided model's state, copied to this process. For what does not fit into one there is `save`."""
+        """Return the undivided model's state, copied to this process. Use `save` for a model that does not fit into one
+        process."""
         found = self._recovery.ask(Engine.gather, "state_dict")
         order = {name: place for place, name in enumerate(self._engine.parameters)}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The reverse: ``state_dict`` may come from the undivided model. Raises KeyError naming what is missing."""
+        """Load what `state_dict` returned; it may come from the undivided model. Raises KeyError naming what is
+        missing."""
         missing = sorted(self._recovery.ask(Engine.gather, "state_dict").keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")
         self._recovery.do(Engine.load_state_dict, dict(state_dict))
 
     def synchronize(self) -> None:
-        """Return when the workers have done all that they have been told. Raises what went wrong meanwhile."""
+        """Wait until the workers have carried out all orders. Raises the first error of any of them."""
         self._recovery.ask(Engine.synchronize)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> Any:
-        """Write model, optimizers and random states to the folder ``path``; see `torch_ucx_rpc.checkpoint`. With
-        spares also the gradients that are there.
+        """Write model, optimizers and random states to the folder ``path``; see `torch_ucx_rpc.checkpoint`. With spares
+        it also writes the gradients.
 
-        Returns None, or with ``asynchronous`` a future, as soon as everything has been copied.
+        Returns None, or with ``asynchronous`` a future as soon as everything has been copied.
         """
         return self._recovery.save(path, asynchronous)
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Read what `save` has written, by this pipeline or by one with other stages. Default: the last one saved."""
+        """Read a checkpoint that `save` has written, by this pipeline or by one with other stages. Default: the last
+        one saved."""
         self._recovery.load(path)
 
     def checkpoint_parts(self) -> list[Any]:
-        """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
+        """Return the parts that each worker writes, for `torch_ucx_rpc.checkpoint`."""
         self.synchronize()
         return self._engine.checkpoint_parts()
 
     # ---------------------------------------------------------------------------------------------------- replacement
 
     def replace(self, worker: str, by: str) -> None:
-        """Let worker ``by`` run the stages of ``worker``, which may be lost. Follow it with `load`: ``by`` knows
-        nothing yet."""
+        """Let worker ``by`` run the stages of ``worker``, which may be lost. Call `load` next: ``by`` has no values
+        yet."""
         self._engine.replace(worker, _place("by", by))
 
     def close(self) -> None:
-        """Let go of the stages on the workers. Without it they go with this object."""
+        """Free the stages on the workers. Without this call they are freed with this object."""
         self._engine.close()
 
     # ------------------------------------------------------------------------------------------------------- looking
 
     def trace(self, path: str | os.PathLike[str], *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """`step` once, and write when which stage did which micro-batch: a Chrome trace (``.json``), for Perfetto.
+        """Do one `step`, and write a Chrome trace (``.json``, for Perfetto) of which stage did which micro-batch when.
 
-        Times are those of the workers' clocks: between hosts they are as good as these are set.
+        Times come from the workers' clocks: between hosts they are as exact as these clocks agree.
         """
         self._check_loss("trace")
         _trace.check_path(path)
@@ -347,7 +352,7 @@ def _modules(model: nn.Module | Sequence[Any]) -> Sequence[Any]:
 
 
 def _place(argument: str, worker: Any) -> tuple[str, str]:
-    """Name and device of "name", "name/cuda:0" or a WorkerInfo."""
+    """Return name and device of "name", "name/cuda:0" or a WorkerInfo."""
     name = getattr(worker, "name", worker)
     if not isinstance(name, str):
         raise wrong_type(argument, "a name, 'name/cuda:0' or a WorkerInfo", worker)

@@ -28,33 +28,33 @@ __all__ = ["Engine", "RemoteOptimizer"]
 
 
 class RemoteOptimizer(Protocol):
-    """A `PipelineOptimizer`, as far as it must survive the loss of a worker."""
+    """The state of a `PipelineOptimizer` that must survive the loss of a worker."""
 
     def description(self) -> dict[str, Any]:
-        """What a worker needs to make its part."""
+        """Return the settings from which a worker makes its part."""
 
     def groups_by_name(self) -> list[dict[str, Any]]:
-        """Its parameter groups, with names of parameters."""
+        """Return the parameter groups, with names of parameters."""
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take over the values of such groups."""
 
     def checkpoint_parts(self) -> list[Any]:
-        """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
+        """Return the parts that each worker writes, for `torch_ucx_rpc.checkpoint`."""
 
 
 class Engine:
     """The stages of a pipeline. It belongs to the driver's thread.
 
-    What fails on a worker is raised: StageError, and StageLostError for a worker that is gone. Then it can do nothing
-    more until `replace`, and a checkpoint that is loaded.
+    Failures of workers are raised: StageError, and StageLostError for a worker that is gone. After that the engine is
+    unusable until `replace` and the load of a checkpoint.
 
     Args:
         crew: the workers.
         partition: the model, divided into stages.
-        schedules: those of the pipeline; the crew's ``worker_of`` is theirs.
+        schedules: the pipeline's schedules; the crew's ``worker_of`` comes from them.
         chunks: micro-batches of a step.
-        loss: of output and target.
+        loss: function of output and target.
         rematerialize: compute activations again on the way back.
         training: whether the model was given in training mode.
     """
@@ -76,13 +76,13 @@ class Engine:
         self.chunks = chunks
         self.loss = loss
         self.rematerialize = rematerialize
-        # As it was given, and what has been set for all modules since then.
+        # The mode in which the model was given, and the mode set for all modules since then.
         self._given_training = training
         self.mode: bool | None = None
         self.optimizers: list[RemoteOptimizer] = []
         # Parameters by the names of the undivided model and in its order, with shapes and without values.
         self.parameters: dict[str, nn.Parameter] = {}
-        # How often workers have been replaced: a call can only go back on the crew that it went forward on.
+        # How often workers have been replaced: a call's backward needs the crew of its forward.
         self.crews = 0
         self._schedules = schedules
         # Rows that the workers know, by row and key of the call.
@@ -93,9 +93,9 @@ class Engine:
         except BaseException:
             crew.close()
             raise
-        # What the workers know of which parameters want a gradient.
+        # Which parameters want a gradient, as the workers know it.
         self._trained = self._trained_at_first = tuple(one.requires_grad for one in self.parameters.values())
-        # What replaces a lost worker gets the structure from here, and the values from a checkpoint.
+        # A spare gets the structure of a lost worker's stages from here, and the values from a checkpoint.
         for spec in self.specs:
             spec.module = _build.skeleton(spec.module)
             spec.evaluation_module = _build.skeleton(spec.evaluation_module)
@@ -103,13 +103,13 @@ class Engine:
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Let go of the stages on the workers. Without it they go with this object."""
+        """Free the stages on the workers. Without this call they are freed with this object."""
         self._finalizer()
 
     # --------------------------------------------------------------------------------------------------- making it
 
     def _create(self, rows: Sequence[int]) -> dict[int, Any]:
-        """Make the stages of these rows on their workers; what is known of their parameters, by stage."""
+        """Make the stages of these rows on their workers. Returns descriptions of their parameters, by stage."""
         calls = []
         for row in rows:
             place = self.crew.places[row]
@@ -187,7 +187,7 @@ class Engine:
                 crew.places[row].lost = True
             raise
         if any(place.lost for place in crew.places):
-            # Several have died: the last one to be replaced tells the others.
+            # Several workers have died: the replacement of the last one tells the others.
             return
         crew.do("crew", {"routes": crew.routes()})
         new = [place.is_new for place in crew.places]
@@ -200,14 +200,15 @@ class Engine:
     # -------------------------------------------------------------------------------------------------------- batches
 
     def step(self, around: Circumstances, args: Any, kwargs: Any, target: Any, scale: float | None) -> torch.Tensor:
-        """Forward and backward of a batch: the mean of the micro-batches' losses. None for no target, or no scale."""
+        """Run forward and backward of a batch. Returns the mean of the micro-batches' losses. ``target`` and ``scale``
+        may be None."""
         results = self._step(around, args, kwargs, target, scale)
         return results[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
 
     def recorded_step(
         self, around: Circumstances, args: Any, kwargs: Any, target: Any
     ) -> tuple[torch.Tensor, list[Any]]:
-        """The same, and for each row what it did when."""
+        """Do a `step`. Returns the loss, and for each row its actions with their times."""
         results = self._step(around, args, kwargs, target, None, record=True)
         return results[self.crew.worker_of[-1]]["loss"], [result["events"] for result in results]
 
@@ -226,20 +227,20 @@ class Engine:
         return self._run(call, around)
 
     def evaluate(self, around: Circumstances, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
-        """The loss of a batch without gradients."""
+        """Return the loss of a batch, without gradients."""
         count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
         call = Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False)
         return self._run(call, around)[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
 
     def infer(self, around: Circumstances, args: Any, kwargs: Any) -> Any:
-        """The output of a batch without gradients."""
+        """Return the output of a batch, without gradients."""
         _, _, outputs = self.forward(around, args, kwargs, grad=False)
         return merge([value for value, _ in outputs])
 
     def forward(
         self, around: Circumstances, args: Any, kwargs: Any, *, grad: bool
     ) -> tuple[int, list[Any], list[Packet]]:
-        """Number of the call, arguments and output of each micro-batch."""
+        """Run a forward. Returns the number of the call, and arguments and output of each micro-batch."""
         count, inputs, _ = self._divided(args, kwargs, ())
         call = Call(("forward", count), self._forward_rows(count), count, inputs, grad=grad, to_driver=True)
         results = self._run(call, around)
@@ -247,7 +248,8 @@ class Engine:
         return call.number, inputs, results[self.crew.worker_of[-1]]["outputs"]
 
     def backward(self, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
-        """The way back of a call, with the gradients of its outputs by micro-batch; those of its inputs, by stage."""
+        """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns those of its inputs, by
+        stage."""
         count = len(gradients)
         rows = _schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
         call = Call(("backward", count), rows, count, number=number)
@@ -264,8 +266,8 @@ class Engine:
         return divided(self.partition, self.chunks, args, kwargs, target)
 
     def _run(self, call: Call, around: Circumstances | None) -> list[dict[str, Any]]:
-        """Have all workers carry out a call; what each answers. ``around`` is None for a way back, which has that of
-        its forward."""
+        """Have all workers carry out a call. Returns each worker's answer. ``around`` is None for a backward, which
+        takes that of its forward."""
         self.crew.check()
         if around is not None:
             call.autocast = around.autocast
@@ -300,31 +302,31 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ the model
 
     def order(self, name: str, payload: dict[str, Any]) -> list[Any]:
-        """Have all workers do something, after all that they have been told before; their answers."""
+        """Have all workers carry out an order after all earlier ones. Returns their answers."""
         return self.crew.do(name, payload)
 
     def synchronize(self) -> None:
-        """Return when the workers have done all that they have been told. Raises what went wrong meanwhile."""
+        """Wait until the workers have carried out all orders. Raises the first error of any of them."""
         self.order("synchronize", {})
 
     def forget(self, numbers: list[int]) -> None:
-        """Calls that will have no backward: what is kept for them may go."""
+        """Free what the workers keep for these calls, which will have no backward."""
         self.crew.later("forget", numbers)
 
     def gather(self, name: str) -> dict[str, Any]:
-        """The answers to an order, put together."""
+        """Return the answers to an order, put together."""
         found: dict[str, Any] = {}
         for some in self.order(name, {}):
             found.update(some)
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Values by the names of the undivided model, all of them."""
+        """Load all values, by the names of the undivided model."""
         self.order("load_state_dict", {"state": state})
 
     @property
     def training(self) -> bool:
-        """Whether the model as a whole is in training mode."""
+        """Tell whether the model as a whole is in training mode."""
         return self._given_training if self.mode is None else self.mode
 
     def train(self, mode: bool | None) -> None:
@@ -333,11 +335,11 @@ class Engine:
         self.mode = mode
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Travels with the next order."""
+        """Drop all gradients. This travels with the next order."""
         self.crew.later("zero_grad", set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """The norm of all gradients before they were clipped."""
+        """Clip all gradients. Returns their norm before that."""
         norms: dict[str, torch.Tensor] = {}
         for some in self.order("gradient_norms", {"norm_type": float(norm_type)}):
             norms.update(some)
@@ -352,29 +354,29 @@ class Engine:
         return total
 
     def divide_gradients(self, number: int, scale: float) -> bool:
-        """Divide the gradients of an optimizer's parameters; whether all are finite."""
+        """Divide the gradients of an optimizer's parameters. Returns whether all are finite."""
         return all(self.order("scale_gradients", {"factor": torch.tensor(1.0 / scale), "optimizer": number}))
 
     def optimizer_step(self, number: int, groups: list[dict[str, Any]]) -> None:
-        """A step of the workers' optimizers; nobody waits for it."""
+        """Have the workers' optimizers take a step, without waiting for it."""
         self.crew.send_later("optimizer_step", {"optimizer": number, "groups": groups})
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def checkpoint_parts(self) -> list[Any]:
-        """For `torch_ucx_rpc.checkpoint`: what each worker writes of the model."""
-        # It imports torch.distributed.checkpoint, which takes longer than all the rest.
+        """Return the parts of the model that each worker writes, for `torch_ucx_rpc.checkpoint`."""
+        # This imports torch.distributed.checkpoint, which takes longer than all the rest.
         from torch_ucx_rpc.pipeline import _state
 
         self.synchronize()
         return _state.model_parts(self.crew.places)
 
     def make_optimizers(self, first: int) -> None:
-        """Make the optimizers from number ``first`` on anew: a checkpoint from before them knows nothing of them."""
+        """Remake the optimizers from number ``first`` on: a checkpoint older than they are does not have them."""
         for optimizer in self.optimizers[first:]:
             self.order("optimizer", optimizer.description())
 
     def on_loaded(self) -> None:
-        """The values of a checkpoint are in the stages now: let go of the gradients, and bring tied values along."""
+        """After a checkpoint has filled the stages: drop the gradients, and copy tied values to all their users."""
         self.zero_grad(True)
         self.order("set_values", {})

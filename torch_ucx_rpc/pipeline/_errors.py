@@ -1,4 +1,4 @@
-"""How a pipeline fails. Every error names the culprit and says what to do about it."""
+"""How a pipeline fails. Every error names the culprit and the remedy."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ class LostPeerError(Exception):
 
 
 def worker_info(name: str) -> Any:
-    """The WorkerInfo of a worker; what torch raises where there is none of that name."""
+    """Return the WorkerInfo of a worker. Raises torch's error if no worker has that name."""
     return _to_worker_info(name)
 
 
 def encode(value: Any) -> tuple[list[torch.Tensor], bool]:
-    """What a channel carries for ``value``. Raises what pickle raises."""
+    """Return the tensors that a channel carries for ``value``. Raises pickle's errors."""
     if isinstance(value, torch.Tensor):
         return [value], True
     data, tensors = _internal_rpc_pickler.serialize(value)
@@ -55,7 +55,7 @@ def encode(value: Any) -> tuple[list[torch.Tensor], bool]:
 
 
 def decode(value: Any) -> Any:
-    """The reverse of `encode`. Raises what unpickling raises."""
+    """Reverse `encode`. Raises pickle's errors."""
     if isinstance(value, torch.Tensor):
         return value
     return _internal_rpc_pickler.deserialize(value[0].numpy().tobytes(), value[1:])
@@ -73,7 +73,7 @@ _changing = threading.Lock()
 
 
 def open_to_send(box: str) -> None:
-    """A process may put into a box when it has this channel, too. `close_to_send` is the reverse."""
+    """Open a box's channel in this process, which lets it put into the box. `close_to_send` reverses this."""
     with _changing:
         _users[box] += 1
         with contextlib.suppress(ValueError):  # the box is here, in a later epoch
@@ -90,11 +90,12 @@ def close_to_send(box: str) -> None:
 
 
 class Box:
-    """Where values for one host, or for the driver, arrive. Its owner alone advances it to the next epoch.
+    """The channel at which values for one host, or for the driver, arrive. Only its owner advances it to the next
+    epoch.
 
     Args:
-        name: of the box, the same on all workers.
-        epoch: the first.
+        name: name of the box, the same on all workers.
+        epoch: the first epoch.
     """
 
     def __init__(self, name: str, epoch: int) -> None:
@@ -114,7 +115,7 @@ class Box:
         self._slots.advance(self.name, epoch)
 
     def close(self) -> None:
-        """End all that waits here, though others may still send. It may be closed again."""
+        """End all waits here, though others may still send. Closing twice does no harm."""
         if not self._is_closed:
             self._is_closed = True
             close_to_send(self.name)
@@ -122,10 +123,10 @@ class Box:
 
 
 class Exchange:
-    """The values between the stages of a host and others. It belongs to the host's thread, but for ``is_waiting``.
+    """The values between the stages of a host and others. It belongs to the host's thread, except ``is_waiting``.
 
     Args:
-        box: of the host.
+        box: the host's box.
         device: where its stages compute.
         routes: worker and host of each stage.
         is_called_off: whether the order that runs has been called off.
@@ -149,11 +150,11 @@ class Exchange:
         self.set_routes(routes)
 
     def __len__(self) -> int:
-        """How many values lie here."""
+        """Number of values that lie here."""
         return len(self._here) + len(self._posted)
 
     def set_routes(self, routes: list[tuple[str, str]]) -> None:
-        # Worker and host; None for the stages that are here.
+        # Return worker and host of a stage; None for the stages that are here.
         self._routes = [None if host == self._box.name else (worker, host) for worker, host in routes]
         self._takes_device = {}
         boxes = {route[1] for route in self._routes if route is not None}
@@ -184,7 +185,8 @@ class Exchange:
             close_to_send(self._boxes.pop())
 
     def expect(self, expected: Iterable[Slot]) -> None:
-        """Say what will be taken. All is posted before the first wait, so that no sender waits for room for ever."""
+        """Announce the values that will be taken. All are posted before the first wait, so that no sender waits for
+        room for ever."""
         self._expected = expected
 
     def take(self, slot: Slot) -> Any:
@@ -212,7 +214,7 @@ class Exchange:
         return decode(value)
 
     def send(self, slot: Slot, value: Any) -> None:
-        """To the stage that the slot is for. Raises AbortedError and LostPeerError, and what cannot be sent raises."""
+        """Send to the stage that the slot is for. Raises AbortedError and LostPeerError, and pickle's errors."""
         kind, stage = slot[:2]
         route = self._routes[stage]
         if route is None:
@@ -241,10 +243,10 @@ class Exchange:
 
 
 def _as_lost(worker: str, error: RuntimeError) -> Exception:
-    """Of a value that cannot be sent to anybody the stage that made it has to know."""
+    """If a value cannot be sent to any worker, the stage that made it must fail."""
     return LostPeerError(f"{worker}: {error}") if was_lost(error) else error
 
 
 def _has_device_map(worker: str) -> bool:
-    """Whether tensors may go to that worker from devices; without, they go by the CPU."""
+    """Tell whether tensors may go to that worker from devices. Otherwise they go by the CPU."""
     return bool(_get_current_rpc_agent()._get_device_map(worker_info(worker)))

@@ -19,7 +19,7 @@ __all__ = ["call_with_autograd"]
 
 
 class _Call:
-    """A forward whose graph is kept on the workers until its backward, or until nobody can ask for that any more."""
+    """A forward whose graph the workers keep until its backward, or until no reference to its output is left."""
 
     def __init__(self, recovery: Recovery, crew: int, number: int, outputs: list[Packet]) -> None:
         self.recovery = recovery
@@ -29,7 +29,7 @@ class _Call:
         self.forget = weakref.finalize(self, _forget, weakref.ref(recovery), number)
         self.forget.atexit = False
         self.outputs = outputs
-        # Which of the batch's tensors that want a gradient each stage has used, in the order in which it answers.
+        # By stage, the batch's tensors that want a gradient and that it has used, in the order in which it answers.
         self.used: dict[int, list[int]] = {}
 
 
@@ -40,7 +40,7 @@ def _forget(reference: weakref.ref[Recovery], number: int) -> None:
 
 
 def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances, args: Any, kwargs: Any) -> Any:
-    """The output of a batch, on the way back of which the stages run theirs."""
+    """Return the output of a batch, in whose backward the stages run theirs."""
     crew, number, inputs, packets = recovery.forward(around, args, kwargs)
     call = _Call(recovery, crew, number, packets)
     call.used = _used(engine, inputs[0])
@@ -49,9 +49,9 @@ def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances
         call.forget()
         return merge(outputs)
     leaves, spec, wanting = _merged(outputs, packets)
-    # Arguments by name may come in another order than that in which the stages count them.
+    # The stages may count keyword arguments in another order.
     sources = [one for one in tensors_of(engine.partition.arguments(args, kwargs)) if one.requires_grad]
-    # Something in the arguments must want a gradient for the node to be made: the parameters do, elsewhere.
+    # Autograd makes a node only if an argument wants a gradient. The parameters do, but on other workers.
     anchor = torch.empty(0, requires_grad=True)
     made = _Node.apply(  # type: ignore[no-untyped-call]
         call, wanting, len(sources), anchor, *sources, *[leaves[place] for place in wanting]
@@ -62,7 +62,7 @@ def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances
 
 
 def _merged(outputs: list[Any], packets: list[Packet]) -> tuple[list[Any], Any, list[int]]:
-    """Leaves and structure of the whole output, and the positions of the leaves that want a gradient."""
+    """Return leaves and structure of the whole output, and the positions of the leaves that want a gradient."""
     merged = merge_leaves(outputs)
     wanting = {(0,) if positions is None else positions for _, positions in packets}
     if merged is not None and len(wanting) == 1:
@@ -134,7 +134,7 @@ def _sizes(packet: Packet, place: int) -> int | None:
 
 
 def _of_inputs(found: dict[int, dict[int, list[Any]]], call: _Call, count: int) -> list[Any]:
-    """Gradients of the arguments that want one, from those of the stages that used the batch, last stage first."""
+    """Sum the gradients of the arguments that want one over the stages that used the batch, last stage first."""
     total: list[Any] = [None] * count
     for stage, by_number in sorted(found.items(), reverse=True):
         for answer, place in enumerate(call.used[stage]):

@@ -1,8 +1,8 @@
 """A worker of a pipeline: a box for the driver's orders, and the thread that carries them out (`Host`).
 
 A message of the driver holds one or more orders, and ends in one outcome: ``("ok", result)`` of the last order,
-``("error", failure)``, ``("lost", worker)`` or ``("aborted",)``. The thread takes messages by their number. All that a
-stage computes, it computes there. ``cut``, on a thread of RPC, ends the epoch: see `_crew`.
+``("error", failure)``, ``("lost", worker)`` or ``("aborted",)``. The thread takes messages by their number, and all
+computation of the stages runs on it. ``cut``, on a thread of RPC, ends the epoch: see `_crew`.
 """
 
 # mypy: allow-untyped-calls
@@ -42,16 +42,16 @@ Outcome = tuple[Any, ...]
 
 
 class _Cut(NamedTuple):
-    """The end of an epoch: messages from number ``at`` on are not carried out in it, nor is what has been kept."""
+    """The end of an epoch: neither messages from number ``at`` on nor kept orders are carried out in it."""
 
     epoch: int
-    """The next one."""
+    """The next epoch."""
     at: int
     spoils: bool
 
 
 class Host:
-    """The stages of one pipeline on this worker. They and the exchange belong to its thread."""
+    """The stages of one pipeline on this worker. Stages and exchange belong to the host's thread."""
 
     def __init__(self, config: HostConfig) -> None:
         self._config = config
@@ -60,8 +60,8 @@ class Host:
         self.exchange = Exchange(self._box, torch.device(config.device), config.routes, self._is_called_off)
         self.stages: Stages
         self._lock = threading.Lock()
-        # Guarded by the lock: the epoch; the number of the message that is being carried out, or is the next one; and
-        # the end of the epoch, once it is known.
+        # Guarded by the lock: the epoch, the number of the present or next message, and the end of the epoch once it is
+        # known.
         self._epoch = config.epoch
         self._number = 0
         self._cut: _Cut | None = None
@@ -73,7 +73,7 @@ class Host:
         self._thread = threading.Thread(target=self._work, name=f"pipeline {config.host}", daemon=True)
 
     def start(self) -> None:
-        """Begin the work. Raises what goes wrong when the stages are made."""
+        """Start the thread. Raises the error with which making the stages fails."""
         self._thread.start()
         if (error := self._made.get()) is not None:
             raise error
@@ -84,7 +84,7 @@ class Host:
     # ------------------------------------------------------------------------------------------- for other threads
 
     def cut(self, epoch: int, at: int, spoils: bool) -> None:
-        """End this epoch at a message. It may be told again, with a lower number."""
+        """End this epoch at a message. A later call may lower the number."""
         with self._lock:
             if epoch <= self._epoch:
                 return
@@ -94,12 +94,12 @@ class Host:
             self._end_if_reached()
 
     def close(self) -> None:
-        """Let go of the stages, as soon as the thread is not at an action."""
+        """Free the stages as soon as the thread is between two actions."""
         self._is_closed = True
         self._box.close()
 
     def progress(self) -> str:
-        """What the thread does: it is "idle", "waiting" for another stage, or "busy"."""
+        """State of the thread: "idle", "waiting" for another stage, or "busy"."""
         self.tell()
         return "idle" if self._is_idle else "waiting" if self.exchange.is_waiting else "busy"
 
@@ -116,7 +116,7 @@ class Host:
     # -------------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        # torch.set_num_threads counts for the threads that have asked for it since.
+        # A new thread adopts the number of torch.set_num_threads when it asks for it.
         torch.get_num_threads()
         try:
             self.stages = Stages(self._config, self.exchange)
@@ -150,7 +150,7 @@ class Host:
         self.exchange.begin(number, epoch)
         is_answered, outcome = self._carry_out(message)
         self._is_idle = True
-        # What the message held is gone before its outcome leaves: that may be the last thing this does for long.
+        # Drop the message before its outcome leaves: this thread may then be idle for long.
         del message
         if is_answered:
             outcome = self._answer(epoch, str(number), outcome)
@@ -162,11 +162,11 @@ class Host:
             self._number += 1
             self._end_if_reached()
         if outcome[0] != "ok":
-            # The driver ends the epoch here.
+            # The driver ends the epoch at this message.
             self._box.take(epoch, self._config.driver, "end")
 
     def _carry_out(self, message: Any) -> tuple[bool, Outcome]:
-        """Whether the driver waits for the outcome, and this."""
+        """Return whether the driver waits for the outcome, and the outcome."""
         try:
             is_answered, orders = decode(message)
         except Exception as error:
@@ -189,7 +189,7 @@ class Host:
         return is_answered, ("ok", result)
 
     def _answer(self, epoch: int, tag: str, outcome: Outcome) -> Outcome:
-        """Send an outcome, or that it cannot be sent. Returns what the driver gets."""
+        """Send an outcome, or the error with which pickling it fails. Returns what was sent."""
         try:
             encoded = encode(outcome)
         except Exception as error:
@@ -203,7 +203,7 @@ class Host:
         return self._is_closed or (self._cut is not None and self._number >= self._cut.at)
 
     def _end_if_reached(self) -> None:
-        """Advance the box if this epoch is over: what the thread waits for there ends. The caller holds the lock."""
+        """Advance the box if this epoch is over, which ends the thread's waits there. The caller holds the lock."""
         if self._cut is not None and self._number >= self._cut.at:
             self._box.advance(self._cut.epoch)
 
@@ -235,7 +235,7 @@ def _close_of(gone: Gone) -> None:
             close(name)
 
 
-# In each life of this worker: a driver that ends takes its stages along.
+# Set once in each life of this worker: the end of a driver closes its stages.
 _watch = PerLife(lambda life: life.watch(_close_of))
 
 
@@ -250,15 +250,14 @@ def find(host: str) -> Stages:
 
 
 def prepare() -> None:
-    """Import what stages and checkpoints need, so that a spare need not when it is wanted in a hurry."""
+    """Import the modules that stages and checkpoints need, so that a spare can start quickly."""
     import torch.distributed.checkpoint  # noqa: F401
 
     import torch_ucx_rpc.checkpoint  # noqa: F401
 
 
 def create(config: HostConfig) -> Outcome:
-    """Make the stages of a pipeline on this worker. Its outcome is what the driver wants to know of them, or the
-    failure."""
+    """Make the stages of a pipeline on this worker. Returns a description of them for the driver, or the failure."""
     host = Host(config)
     with _changing:
         _hosts[config.host] = host
@@ -280,13 +279,13 @@ def cut(host: str, epoch: int, at: int, spoils: bool) -> None:
 
 
 def progress(host: str) -> str:
-    """What a host does; "closed" if it is not there."""
+    """Return the state of a host; "closed" if there is none."""
     found = _hosts.get(host)
     return "closed" if found is None else found.progress()
 
 
 def close(host: str) -> None:
-    """Let go of a pipeline's stages."""
+    """Free a pipeline's stages."""
     with _changing:
         found = _hosts.pop(host, None)
     if found is not None:

@@ -1,4 +1,4 @@
-"""What the driver and its workers tell each other: plain values, which travel by pickle."""
+"""Messages between the driver and its workers: plain values, which travel by pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Failure", "HostConfig", "Request"]
 
 @dataclasses.dataclass
 class HostConfig:
-    """What a worker is told when it gets its stages."""
+    """The settings with which a worker makes its stages."""
 
     host: str
     """Name of this host."""
@@ -29,18 +29,18 @@ class HostConfig:
     loss: Callable[..., Any] | None
     rematerialize: bool
     driver: str
-    """Name of the worker that gives it orders."""
+    """Name of the worker that gives the orders."""
     driver_session: int
-    """Tells the life of that worker from others."""
+    """Number of that worker's life."""
     driver_box: str
-    """Where the driver's answers go."""
+    """The channel of the answers to the driver."""
     tell: Callable[..., None]
-    """What tells it of a failure."""
+    """The function with which a host reports a failure to the driver."""
     epoch: int
     training: bool
     """Whether the model was given in training mode."""
     mode: bool | None
-    """Set for all modules since then; None: each is in the mode that it was given in."""
+    """The mode set for all modules since then; None: each has the mode in which it was given."""
 
 
 class Request(NamedTuple):
@@ -48,12 +48,12 @@ class Request(NamedTuple):
 
     row_key: tuple[Any, ...]
     row: Row | None
-    """None: the one that came with this key before."""
+    """None: the row that came with this key before."""
     call: int
-    """Under which the graphs of forward are kept."""
+    """The number under which the graphs of forward are kept."""
     micro_batches: int
     inputs: dict[int, list[Packet]]
-    """Of the batch, by stage, for each micro-batch."""
+    """Values of the batch, by stage, for each micro-batch."""
     targets: list[tuple[Any, ...]] | None
     grad: bool
     to_driver: bool = False
@@ -65,7 +65,7 @@ class Request(NamedTuple):
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether it goes back, after its forward or after that of another call."""
+        """Whether it has a backward, after its own forward or that of an earlier call."""
         return self.grad and not self.to_driver
 
 
@@ -79,4 +79,4 @@ class Failure(NamedTuple):
     stage: int | None = None
     micro_batch: int | None = None
     doing: str | None = None
-    """Such as "the forward"; None, as the two before, where no schedule was run."""
+    """The action, such as "the forward". None, like the two before, if no schedule was running."""

@@ -16,7 +16,7 @@ __all__ = ["PipelineOptimizer"]
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
-    """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: what stands there travels with each `step`.
+    """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: their values travel with each `step`.
 
     ``step`` and ``zero_grad`` return at once; the workers carry them out before whatever comes next. An error is
     raised by the call after, or by ``pipe.synchronize()``.
@@ -37,7 +37,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"
             )
         params = _proxies(params)
-        # On parameters without values: torch's own checks, and the defaults of what was not given.
+        # An optimizer on parameters without values does torch's own checks, and fills in defaults.
         model = cls(params, **options)
         self._engine = engine
         self._recovery = recovery
@@ -58,13 +58,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         recovery.ask(Engine.order, "optimizer", self.description())
 
     def description(self) -> dict[str, Any]:
-        """What a worker needs to make its part."""
+        """Return the settings from which a worker makes its part."""
         groups = [{**values, "names": names} for values, names in zip(self._values(), self.names, strict=True)]
         return {"optimizer": self._number, "class": self._class, "options": self._options, "groups": groups}
 
     def _values(self) -> list[dict[str, Any]]:
-        # What a scheduler has put there for itself goes along and harms nobody. A learning rate may be a tensor, which
-        # schedulers change in place while the values are on their way.
+        # Entries that a scheduler has added travel too and do no harm. A learning rate may be a tensor, which a
+        # scheduler could change in place while the values travel.
         return [
             {
                 key: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -85,8 +85,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None, *, scaler: GradScaler | None = None) -> None:  # type: ignore[override]
         """Let every worker's optimizer take a step.
 
-        With a ``scaler`` the gradients of its parameters are divided by the scale first, unless ``scaler.unscale_``
-        has done so. The step is left out where one is not finite.
+        With a ``scaler`` the gradients of its parameters are divided by the scale first, unless ``scaler.unscale_`` has
+        done so. A worker skips the step if one is not finite.
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
@@ -94,34 +94,34 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._recovery.do(Engine.optimizer_step, self._number, self._values())
 
     def divide_gradients(self, scale: float) -> bool:
-        """For `GradScaler`: divide the gradients of this optimizer's parameters. Returns whether all are finite."""
+        """Divide the gradients of this optimizer's parameters, for `GradScaler`. Returns whether all are finite."""
         return self._recovery.do(Engine.divide_gradients, self._number, scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients of all parameters of the pipeline."""
+        """Drop the gradients of all parameters of the pipeline."""
         self._recovery.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has
-        them."""
+        """Return state and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict``
+        has them."""
         state: dict[str, Any] = {}
         for some in self._recovery.ask(Engine.order, "optimizer_state", {"optimizer": self._number}):
             state.update(some)
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.load_groups(state_dict["param_groups"])
         payload = {"optimizer": self._number, "state": state_dict["state"]}
         self._recovery.do(Engine.order, "set_optimizer_state", payload)
 
     def groups_by_name(self) -> list[dict[str, Any]]:
-        """The parameter groups, for a checkpoint: names take the place of parameters."""
+        """Return the parameter groups for a checkpoint, with names in place of parameters."""
         return [{**values, "params": list(names)} for values, names in zip(self._values(), self.names, strict=True)]
 
     def checkpoint_parts(self) -> list[Any]:
-        """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
-        # It imports torch.distributed.checkpoint, which takes longer than all the rest.
+        """Return the parts that each worker writes, for `torch_ucx_rpc.checkpoint`."""
+        # This imports torch.distributed.checkpoint, which takes longer than all the rest.
         from torch_ucx_rpc.pipeline import _state
 
         self._recovery.ask(Engine.synchronize)
@@ -138,7 +138,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
 
 def _proxies(params: Any) -> Any:
-    """What torch's optimizers take: parameters, pairs of name and parameter, or groups; here without the names."""
+    """Return what torch's optimizers take (parameters, pairs of name and parameter, or groups) without the names."""
 
     def plain(one: Any) -> Any:
         return one[1] if isinstance(one, tuple) else one

@@ -1,4 +1,4 @@
-"""A model divided into stages (`Partition`), and how its stages hang together: tied weights, and the edges between."""
+"""A model divided into stages (`Partition`), and the links between them: tied weights and edges."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Partition:
     specs: list[StageSpec]
     infos: list[StageInfo]
     names: list[str] | None
-    """Parameters in the order of the undivided model; None: that of the stages."""
+    """Parameters in the order of the undivided model; None: in the order of the stages."""
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    """Of a traced model: the arguments of a call, flat, as the stages count them."""
+    """For a traced model, returns the arguments of a call, flat, as the stages count them."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call in the order of the stages. Raises TypeError or ValueError if they do not fit."""
+        """Return the arguments of a call in the order of the stages. Raises TypeError or ValueError if they do not
+        fit."""
         return (args, kwargs) if self.bind is None else self.bind(args, kwargs)
 
 
@@ -73,13 +74,13 @@ def tie(specs: Sequence[StageSpec], named: Mapping[str, nn.Parameter]) -> None:
 
 
 def lent_names(specs: Sequence[StageSpec]) -> dict[str, str]:
-    """Of tied parameters: the full name in each stage that does not own it, and that in the stage which does."""
+    """Map the full name of a tied parameter in each stage that does not own it to its name in the owner."""
     owned = {one.number: spec.prefix + one.name for spec in specs for one in spec.ties if one.owner == spec.index}
     return {spec.prefix + one.name: owned[one.number] for spec in specs for one in spec.ties if one.owner != spec.index}
 
 
 def connect(specs: Sequence[StageSpec]) -> None:
-    """Fill in which stage sends what to which, from the references in their arguments and in the output."""
+    """Fill in the edges between stages, from the references in their arguments and in the output."""
     outgoing: dict[int, list[Edge]] = {}
     for spec in specs:
         edges = edges_to(spec.index, (spec.arguments, spec.output))

@@ -1,8 +1,8 @@
-"""When a worker is lost: another takes its place, the last checkpoint is loaded, and what came after it is done again.
+"""Recovery from a lost worker: a spare takes its place, the last checkpoint is loaded, and later work is repeated.
 
-With spares the driver keeps a journal of what it has told the workers since the last save, batches included. After the
-load the journal is played back, so a loop that only sees ``step`` and ``optimizer.step`` sees nothing of the loss but
-the time: all losses are those of an undisturbed run.
+With spares the driver keeps a journal of its orders since the last save, batches included. After the load the journal
+is played back, so a loop that only sees ``step`` and ``optimizer.step`` sees nothing of the loss but the time: all
+losses are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class _Entry(NamedTuple):
-    """A line of the journal: a method of the engine, with arguments of which the tensors are copies."""
+    """A line of the journal: a method of the engine, and arguments with copies of their tensors."""
 
     method: Callable[..., Any]
     args: tuple[Any, ...]
@@ -32,37 +32,37 @@ class _Entry(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """A checkpoint to begin from."""
+    """A checkpoint that a recovery begins from."""
 
     path: str
     optimizers: int
-    """How many there were."""
+    """Number of optimizers at the save."""
     has_gradients: bool
-    """Whether the gradients that it has were there where the journal begins."""
+    """Whether its gradients existed where the journal begins."""
 
 
 class _Pending(NamedTuple):
-    """A checkpoint that will be the one to begin from, once it is written."""
+    """A checkpoint that is still being written. Recoveries begin from it afterwards."""
 
     saved: _Saved
     written: Any
-    """Its future."""
+    """The future of the save."""
     journal: list[_Entry] | None
-    """What had been done since the checkpoint before."""
+    """The journal since the checkpoint before."""
     repeatable: bool
-    """Whether that could be done again."""
+    """Whether that journal can be repeated."""
 
 
 class Recovery:
     """An engine that survives losses: its spares, its last checkpoint, and the journal since.
 
-    It belongs to the driver's thread, but for `forget`.
+    It belongs to the driver's thread, except `forget`.
     """
 
     def __init__(self, engine: Engine, spares: Sequence[tuple[str, str]]) -> None:
         self._engine = engine
         self._spares = list(spares)
-        # None: there is nobody to play it back to.
+        # None without spares, which alone could play it back.
         self._journal: list[_Entry] | None = [] if spares else None
         self._saved: _Saved | None = None
         # A save whose files are still being written.
@@ -74,13 +74,13 @@ class Recovery:
     # ------------------------------------------------------------------------------------------- what the driver does
 
     def do(self, method: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the engine, and again after each loss that a spare makes good; the journal has it then."""
+        """Call a method of the engine, again after each loss that a spare makes good, and write it into the journal."""
         result = self.ask(method, *args, **kwargs)
         self._record(method, *args, **kwargs)
         return result
 
     def ask(self, method: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same for what changes nothing, and need not be done again later."""
+        """Do the same with a method that changes nothing, so the journal does not need it."""
         while True:
             try:
                 if self._forgotten:
@@ -93,32 +93,34 @@ class Recovery:
                 self._recover(lost)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """It travels with the next call: nothing can be lost now."""
+        """It travels with the next call, so no worker can be lost now."""
         self._engine.zero_grad(set_to_none)
         self._record(Engine.zero_grad, set_to_none)
 
     def forward(self, around: Circumstances, args: Any, kwargs: Any) -> tuple[int, int, list[Any], list[Packet]]:
-        """A call that can have a way back: `Engine.forward`, and before it the crew that this was on."""
+        """Do `Engine.forward` for a call that can have a backward. The result begins with the crew that ran it."""
         number, inputs, outputs = self.ask(Engine.forward, around, args, kwargs, grad=True)
         if self._engine.training:
-            # For the random numbers and the statistics; a repetition has no way back.
+            # A repetition repeats random numbers and statistics, and has no backward.
             self._record(Engine.infer, around, args, kwargs)
         return self._engine.crews, number, inputs, outputs
 
     def backward(self, crew: int, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
-        """The way back of a call. No spare makes a loss in it good: the lost worker had a part of the graph."""
+        """Run the backward of a call. No spare can make up for a loss in it: the lost worker had a part of the
+        graph."""
         if crew != self._engine.crews:
             raise PipelineError(
                 "a worker was lost, or replaced, since this output was computed, and what it kept for the way back is "
                 "gone: call the pipeline again"
             )
         found = self._engine.backward(number, gradients, input_gradients)
-        # These gradients are the caller's affair: the journal does not have them.
+        # The journal does not have these gradients; the caller is responsible for them.
         self._repeatable = False
         return found
 
     def forget(self, number: int) -> None:
-        """A call's output has gone without a backward: what is kept for it may go. Called by the garbage collector."""
+        """Free what the workers keep for a call whose output has gone without a backward. The garbage collector calls
+        this."""
         self._forgotten.append(number)
 
     def _record(self, method: Callable[Concatenate[Engine, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -136,8 +138,7 @@ class Recovery:
     # ---------------------------------------------------------------------------------------------------- a loss
 
     def _recover(self, lost: StageLostError) -> None:
-        """Put spares in the place of the lost, and bring all to where they were. Raises StageLostError if that cannot
-        be."""
+        """Replace lost workers by spares, and restore the state of all. Raises StageLostError if that is impossible."""
         if not self._spares:
             raise lost
         self._settle_save()
@@ -149,7 +150,7 @@ class Recovery:
                 stages=lost.stages,
             )
         self._playing = True
-        # What schedulers have set since the checkpoint stays: the loop is where it was.
+        # Values that schedulers have set since the checkpoint stay: the loop has not gone back.
         groups = [optimizer.groups_by_name() for optimizer in self._engine.optimizers]
         try:
             while True:
@@ -179,7 +180,7 @@ class Recovery:
                 self._begin_journal()
 
     def _fill(self, lost: StageLostError) -> None:
-        """Put a spare in the place of each lost worker."""
+        """Replace each lost worker by a spare."""
         for worker in lost.workers:
             while True:
                 if not self._spares:
@@ -188,7 +189,7 @@ class Recovery:
                     self._engine.replace(worker, self._spares.pop(0))
                     break
                 except PipelineError:
-                    # The spare is lost as well, or cannot make the stage: the next one.
+                    # The spare is lost too, or cannot make the stage: try the next one.
                     if not self._spares:
                         raise
                     worker = next(place.worker for place in self._engine.crew.places if place.lost)
@@ -196,7 +197,7 @@ class Recovery:
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: str | os.PathLike[str], asynchronous: bool) -> Any:
-        """Write a checkpoint, from which the journal begins. Returns None, or if asynchronous a future."""
+        """Write a checkpoint, from which the journal begins. Returns None, or a future if asynchronous."""
         from torch_ucx_rpc import checkpoint
 
         try:
@@ -204,7 +205,7 @@ class Recovery:
         except (StageLostError, checkpoint.CheckpointError):
             if not self._spares:
                 raise
-            # Perhaps a worker was lost meanwhile: the next order puts a spare in its place.
+            # If a worker was lost during the save, the next order replaces it by a spare.
             return self._save(path, asynchronous)
 
     def _save(self, path: str | os.PathLike[str], asynchronous: bool) -> Any:
@@ -214,12 +215,12 @@ class Recovery:
         self.ask(Engine.synchronize)
         everything = self._everything()
         if self._journal is not None:
-            # The first thing that is done again may be a step of an optimizer.
+            # A repetition may begin with a step of an optimizer.
             everything["gradients"] = self._gradients()
         # The journal begins here, whether or not the files are written yet.
         journal = self._journal
         self._begin_journal()
-        # No recovery while it is being saved: what is loaded then would be taken for what was to be saved.
+        # Do not recover during a save: it would save the values that recovery has loaded.
         playing, self._playing = self._playing, True
         try:
             written = checkpoint.save(everything, path, asynchronous=asynchronous)
@@ -239,19 +240,19 @@ class Recovery:
         return written
 
     def _settle_save(self) -> None:
-        """See the last asynchronous save to its end: what is done since then counts from it, or from the one before."""
+        """Wait for the last asynchronous save. The journal then begins from it, or from the one before if it failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         if pending.written.exception() is None:
             self._saved = pending.saved
         elif pending.journal is not None and self._journal is not None:
-            # As if it had not been tried: the former checkpoint and all since then.
+            # The save counts as not tried: the earlier checkpoint and the whole journal since then remain.
             self._journal[:0] = pending.journal
             self._repeatable = self._repeatable and pending.repeatable
 
     def load(self, path: str | os.PathLike[str] | None) -> None:
-        """Read a checkpoint, by default the last one saved."""
+        """Load a checkpoint, by default the last one saved."""
         self._settle_save()
         where = self._saved.path if path is None and self._saved is not None else path
         if where is None:
@@ -263,16 +264,16 @@ class Recovery:
         self._repeatable = True
 
     def _begin_from(self, saved: _Saved) -> None:
-        """Bring all to where they were at a save. Raises StageLostError if another worker is lost meanwhile."""
+        """Restore the state of all at a save. Raises StageLostError if another worker is lost during it."""
         from torch_ucx_rpc import checkpoint
 
         try:
-            # The driver's own random numbers go on: its loop is where it was.
+            # The driver's own random numbers go on, since its loop has not gone back.
             self._restore(saved.path, self._everything(saved.optimizers, here=False))
             if saved.has_gradients:
                 checkpoint.load({"gradients": self._gradients()}, saved.path)
         except checkpoint.CheckpointError:
-            # If it failed because another worker was lost, this says so.
+            # If the load failed because another worker was lost, this raises StageLostError.
             self._engine.synchronize()
             raise
         self._engine.make_optimizers(saved.optimizers)
@@ -289,7 +290,7 @@ class Recovery:
         return Gradients(self._engine.crew.places)
 
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
-        """What a checkpoint has; model and optimizers, or the first of them, under the names that they usually have."""
+        """Return the parts of a checkpoint; model and optimizers, or only the first, under their usual names."""
         from torch_ucx_rpc.pipeline._state import RandomState
 
         everything: dict[str, Any] = {"model": self._engine}

@@ -29,7 +29,7 @@ _DOING = {
 
 
 class ActionError(Exception):
-    """The code of a stage raised in an action; the cause says what."""
+    """The code of a stage raised in an action; the cause is its exception."""
 
     def __init__(self, action: Action) -> None:
         super().__init__(str(action))
@@ -37,7 +37,7 @@ class ActionError(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What the driver is told of an exception in an order."""
+    """Describe an exception in an order, for the driver."""
     action = None
     if isinstance(error, ActionError) and error.__cause__ is not None:
         action, error = error.action, error.__cause__
@@ -61,12 +61,12 @@ class Run:
         self._exchange = exchange
         self._request = request
         self._losses: list[torch.Tensor] = []
-        # What the driver gets: "loss", "outputs", "input_gradients", "events"; those that there are.
+        # Results for the driver: "loss", "outputs", "input_gradients", "events", as far as they exist.
         self._result: dict[str, Any] = {}
         self._events: list[tuple[str, float, float]] | None = [] if request.record else None
 
     def carry_out(self, row: Row) -> dict[str, Any]:
-        """All actions in turn. Raises ActionError; AbortedError and LostPeerError as they come."""
+        """Run all actions in turn. Raises ActionError, AbortedError and LostPeerError."""
         actions = [action for action in map(self._whole, row) if action is not None]
         self._exchange.expect(slot for action in actions for slot in self._needs(action))
         for action, following in zip(actions, (*actions[1:], None), strict=True):
@@ -86,13 +86,13 @@ class Run:
         return self._result
 
     def _whole(self, action: Action) -> Action | None:
-        """A stage that does not divide its way back does all of it in the first half."""
+        """Let a stage that does not divide its backward do all of it in the first half."""
         if action.kind in "IW" and not self._stages[action.stage].has_halves:
             return Action(action.stage, "B", action.micro_batch) if action.kind == "I" else None
         return action
 
     def _needs(self, action: Action) -> Iterator[Slot]:
-        """The values of other stages that an action takes."""
+        """Return the slots of the values that an action takes from other stages."""
         stage, number = self._stages[action.stage], action.micro_batch
         if action.kind == "F":
             for edge in stage.spec.edges_in:
@@ -110,12 +110,12 @@ class Run:
 
     def _forward(self, stage: Stage, action: Action, following: Action | None) -> None:
         request, number = self._request, action.micro_batch
-        # As in the last stage of 1F1B. To compute the activations again would cost a forward, and spare no memory.
+        # The last stage of 1F1B does this. Computing the activations again would cost a forward and save no memory.
         goes_back_next = following is not None and (following.stage, following.micro_batch) == (stage.index, number)
         packets: dict[int, Packet] = {slot[3]: self._exchange.take(slot) for slot in self._needs(action)}
         if stage.index in request.inputs:
             packets[INPUT] = request.inputs[stage.index][number]
-            # Once used it may go: on the way back only what autograd has saved of it is needed.
+            # Free it after use: the backward needs only what autograd has saved of it.
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()
@@ -164,6 +164,6 @@ class Run:
                 self._exchange.send(("T", tie.owner, number, stage.index, tie.number), owed[tie.number])
 
     def _record(self, action: Action, begin: float) -> None:
-        """An action that began then has ended now."""
+        """Record an action that began at ``begin`` and has ended now."""
         if self._events is not None:
             self._events.append((str(action), begin, time.time()))

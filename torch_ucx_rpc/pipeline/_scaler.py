@@ -14,7 +14,7 @@ class _Scaled(Protocol):
     """A `PipelineOptimizer`, with gradients of a loss that was scaled."""
 
     def divide_gradients(self, scale: float) -> bool:
-        """Divide the gradients of its parameters; whether all are finite."""
+        """Divide the gradients of its parameters. Returns whether all are finite."""
 
 
 class GradScaler:
@@ -27,13 +27,13 @@ class GradScaler:
         >>> pipe.clip_grad_norm_(1.0)
         >>> optimizer.step(scaler=scaler)     # left out where a gradient is not finite; sets the next scale
 
-    Each of several optimizers divides the gradients of its own parameters, and steps where these are finite. The next
+    Each of several optimizers divides the gradients of its own parameters, and steps if these are finite. The next
     scale is set once for all of them, and grows only if all have stepped.
 
     Args:
         init_scale: the first scale.
         growth_factor: the scale grows by this factor after ``growth_interval`` steps with finite gradients.
-        backoff_factor: the scale shrinks by this factor after a step with other gradients.
+        backoff_factor: the scale shrinks by this factor after a step with a gradient that is not finite.
         growth_interval: the number of steps with finite gradients after which the scale grows.
     """
 
@@ -65,7 +65,7 @@ class GradScaler:
         self._begin()
 
     def _begin(self) -> None:
-        """The gradients are those of another batch, with the present scale."""
+        """The gradients belong to another batch, with the present scale."""
         self._before = self._scale, self._good_steps
         # Optimizers whose gradients have been divided, and whether all of these are finite; optimizers that have
         # stepped.
@@ -83,7 +83,7 @@ class GradScaler:
         return self._scale
 
     def unscale_(self, optimizer: _Scaled) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale now. Its next step does not do it again.
+        """Divide the gradients of an optimizer's parameters by the scale now. Its next step does not divide them again.
 
         Raises RuntimeError if it has been called since the optimizer's last step.
         """
@@ -96,11 +96,11 @@ class GradScaler:
         self._finite[id(optimizer)] = optimizer.divide_gradients(self._before[0])
 
     def before_step(self, optimizer: _Scaled) -> bool:
-        """Whether an optimizer is to step, and the next scale is set; called by ``optimizer.step(scaler=...)``."""
+        """Set the next scale. Returns whether an optimizer is to step. ``optimizer.step(scaler=...)`` calls this."""
         if id(optimizer) in self._stepped or id(optimizer) not in self._finite:
             self.unscale_(optimizer)
         self._stepped.add(id(optimizer))
-        # From where the batch began: the scale changes once, whatever the number of optimizers.
+        # The new scale follows from the batch's first one, so it changes once for any number of optimizers.
         self._scale, self._good_steps = self._before
         self._update(all(self._finite[one] for one in self._stepped))
         return self._finite[id(optimizer)]
@@ -116,7 +116,7 @@ class GradScaler:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and the number of steps since it changed, for a checkpoint."""
+        """Return the scale and the number of steps since it changed, for a checkpoint."""
         return {"scale": self._scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ Row = tuple[Action, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Rows that have been checked."""
+    """Rows of a schedule that have been checked."""
 
     rows: tuple[Row, ...]
     micro_batches: int
@@ -60,7 +60,7 @@ _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
 
 
 def parse(text: str) -> tuple[Row, ...]:
-    """The rows of a schedule's text. Raises ScheduleError that names the cell which is none."""
+    """The rows of a schedule's text. Raises ScheduleError, which names the bad cell."""
     rows = []
     lines = [line for line in text.strip("\n").splitlines() if line.strip()]
     for number, line in enumerate(lines):
@@ -92,7 +92,7 @@ def is_text(schedule: str) -> bool:
 
 
 def to_text(rows: Sequence[Row]) -> str:
-    """The text of a schedule, as `parse` and torch's ``_load_csv`` read it."""
+    """Write a schedule as text, as `parse` and torch's ``_load_csv`` read it."""
     return "\n".join(",".join(map(str, row)) for row in rows) + "\n"
 
 
@@ -118,7 +118,7 @@ def build(name: str, workers: int, stages: int, micro_batches: int) -> Schedule:
 
 
 def stages_per_worker(name: str) -> int:
-    """How many stages a schedule gives each worker unless it is told."""
+    """Return how many stages a schedule gives each worker by default."""
     if name.lower() in {known.lower() for known in (*NAMES, "1f1b", "fill-drain", "zero_bubble")}:
         return 2 if name.lower() == "interleaved" else 1
     from torch.distributed.pipelining import schedules
@@ -131,7 +131,7 @@ def stages_per_worker(name: str) -> int:
 
 
 def forward_only(worker_of: Sequence[int], workers: int, micro_batches: int) -> tuple[Row, ...]:
-    """Each micro-batch through all stages, none back."""
+    """Return rows that take each micro-batch forward through all stages."""
     return tuple(
         tuple(
             Action(stage, "F", number)
@@ -146,7 +146,7 @@ def forward_only(worker_of: Sequence[int], workers: int, micro_batches: int) -> 
 def backward_only(
     worker_of: Sequence[int], workers: int, micro_batches: int, *, last_first: bool = False
 ) -> tuple[Row, ...]:
-    """The way back of `forward_only`; with ``last_first`` in autograd's order, which is that of a stack."""
+    """Return the backward of `forward_only`; with ``last_first`` in autograd's order, that of a stack."""
     numbers = range(micro_batches)
     return tuple(
         tuple(
@@ -201,7 +201,7 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
         )
     local = stages // workers
     rounds = max(1, micro_batches // workers)
-    # Rounds of equal size where that is possible, as torch demands; else the whole step is one round.
+    # Rounds have equal size, as torch demands; if that is impossible, the whole step is one round.
     a_round = micro_batches // rounds if micro_batches % rounds == 0 else micro_batches
     total = local * micro_batches
     rows = []
@@ -249,7 +249,7 @@ def _row_of_one(
 
 
 def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
-    """Any schedule that torch knows by name, read as data."""
+    """Read any schedule that torch knows by name as data."""
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -275,7 +275,7 @@ def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[R
 
 
 def check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int) -> Schedule:
-    """The schedule of these rows. Raises ScheduleError, which says what is wrong and where, if it could not end."""
+    """Check rows. Raises ScheduleError, which says what is wrong and where, if they could not end."""
     if len(rows) != workers:
         raise ScheduleError(
             f"the schedule has {len(rows)} lines, but there are {workers} workers: write a line for each worker, in "
@@ -330,7 +330,7 @@ def _check_complete(seen: Mapping[Action, int], stages: int, micro_batches: int)
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What must be done before: of each tuple one."""
+    """Return the actions that must come earlier: one of each tuple."""
     stage, kind, number = action
     if kind == "F":
         return [(Action(stage - 1, "F", number),)] if stage > 0 else []
@@ -345,7 +345,7 @@ def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
 def simulate(
     rows: Sequence[Row], stages: int, durations: Mapping[str, float] | None = None
 ) -> dict[Action, tuple[float, float]]:
-    """When each action begins and ends if values travel in no time; raises ScheduleError on a deadlock.
+    """Compute when each action begins and ends if values travel in no time. Raises ScheduleError on a deadlock.
 
     ``durations`` is how long an F, a B, an I and a W take, in any unit; each takes 1 by default.
     """

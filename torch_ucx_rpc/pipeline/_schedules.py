@@ -10,14 +10,14 @@ __all__ = ["Schedules"]
 
 
 class Schedules:
-    """The schedules of a name or a text, for so many workers.
+    """The schedules of a name or a text, for a number of workers.
 
     Args:
-        name: of a schedule, or a text in torch's format.
-        workers: how many there are; each runs one row.
-        stages_per_worker: None: what the schedule says, or is usual with it.
+        name: name of a schedule, or a text in torch's format.
+        workers: number of workers; each runs one row.
+        stages_per_worker: number of stages; None: what the schedule says, or its default.
 
-    Raises ScheduleError or ValueError for what cannot run.
+    Raises ScheduleError or ValueError if it cannot run.
     """
 
     def __init__(self, name: str, workers: int, stages_per_worker: int | None) -> None:
@@ -27,7 +27,7 @@ class Schedules:
         self._known: dict[int, Schedule] = {}
 
     def of(self, micro_batches: int) -> Schedule:
-        """The schedule of a step."""
+        """Return the schedule of a step."""
         if micro_batches not in self._known:
             self._known[micro_batches] = _schedule.build(self.name, self.workers, self.stages, micro_batches)
         return self._known[micro_batches]

@@ -1,6 +1,6 @@
-"""One stage on its worker: runs micro-batches forward and back, and keeps what the way back needs.
+"""One stage on its worker: it runs micro-batches forward and back, and keeps the state that a backward needs.
 
-Knows nothing of RPC and of schedules: packets go in, packets come out.
+It does not know RPC or schedules: packets go in, packets come out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT, Edge, StageSpec, fill
 
 __all__ = ["Autocast", "Stage"]
 
-# (device type, dtype) of what is on where the step was called.
+# (device type, dtype) of the autocast that was on where the step was called.
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 @dataclasses.dataclass
 class _Graph:
-    """What the way back of one micro-batch needs."""
+    """State for the backward of one micro-batch."""
 
     arrived: dict[int, list[torch.Tensor]]
     sent: dict[int, list[torch.Tensor]]
@@ -41,9 +41,9 @@ class Stage:
     Args:
         spec: the stage as the driver describes it.
         module: the module itself.
-        device: where that is.
+        device: device of the module.
         rematerialize: whether activations are computed again on the way back rather than kept.
-        loss: of the last stage, ``loss(output, target)``.
+        loss: the last stage's ``loss(output, target)``.
         training: whether the whole model was given in training mode.
     """
 
@@ -66,47 +66,47 @@ class Stage:
         self.loss = loss
         self.rematerialize = rematerialize
         self.training = training
-        # As they were given: a module may be in another mode than the whole, such as a frozen batch norm.
+        # Modes in which the modules were given: one may differ from the whole model, such as a frozen batch norm.
         self._modes = [(part, part.training) for part in module.modules()]
         self._given_training = training
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self._last_seed: tuple[Any, torch.Tensor] | None = None
         # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
         self.targets = tuple(sorted((edge.target for edge in spec.edges_out), reverse=True))
-        # By the model's name, of parameters that other stages use too.
+        # Parameters that other stages use too, by the model's name.
         named = dict(module.named_parameters(remove_duplicate=False))
         self.ties = [(tie, named[tie.name]) for tie in spec.ties]
-        # Whether the two halves of a way back are apart. With rematerialization each would compute the activations
-        # anew, which costs more than the idle time that there is to fill. A parameter's owner waits in its own W for
-        # the gradients that others have found: a W of theirs may come after what waits for the owner in turn, an I
-        # never does.
+        # Whether the two halves of a backward are apart. With rematerialization each would recompute the activations,
+        # which costs more than the idle time that it fills. The owner of a tied parameter waits in its own W for the
+        # gradients of the other users. So these must come from an I: a W of a user may come after an action that waits
+        # for the owner.
         self.has_halves = not rematerialize and all(tie.owner == spec.index for tie in spec.ties)
         self._chain = _chain_source(spec)
-        # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second
-        # forward, and for a stage of the same process the output of another.
+        # Layers must not write in place into values that arrived. Such a value is a leaf for autograd, the input of a
+        # second forward, and in the same process the output of another stage.
         self._writes_in_place = any(map(_writes_in_place, (module, evaluation_module)))
         self._traced = isinstance(module, torch.fx.GraphModule)
 
     # ------------------------------------------------------------------------------------------------------ state
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names of the undivided model."""
+        """Parameters by the names of the undivided model."""
         for name, parameter in self.module.named_parameters():
             yield self.spec.prefix + name, parameter
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Without those that an earlier stage owns."""
+        """Parameters without those that an earlier stage owns."""
         lent = {id(parameter) for tie, parameter in self.ties if tie.owner != self.index}
         return ((name, parameter) for name, parameter in self.named_parameters() if id(parameter) not in lent)
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of the undivided model's ``state_dict()`` that lives here; the tensors are those of the stage."""
+        """Return the part of the undivided model's ``state_dict()`` that lives here, with the stage's own tensors."""
         state = {self.spec.prefix + name: value for name, value in self.module.state_dict().items()}
         state.update({other: state[name] for name, other in self.spec.aliases if name in state})
         return state
 
     def train(self, mode: bool | None) -> None:
-        """As ``nn.Module.train``. None: back to the modes in which the modules were given."""
+        """Do ``nn.Module.train``. None restores the modes in which the modules were given."""
         if mode is None:
             self.training = self._given_training
             for part, training in self._modes:
@@ -131,11 +131,12 @@ class Stage:
         to_driver: bool = False,
         goes_back_next: bool = False,
     ) -> dict[int, Packet]:
-        """One micro-batch: a packet for each stage that uses the output, and for `DRIVER` the output or the loss.
+        """Run the forward of one micro-batch. Returns a packet for each stage that uses the output, and for `DRIVER`
+        the output or the loss.
 
-        ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, what the
-        way back needs is kept under ``key``. ``goes_back_next``: that way is the next thing that this stage does, so
-        that its activations are kept even with rematerialization.
+        ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, the state
+        for the backward is kept under ``key``. ``goes_back_next``: this stage's next action is the backward of this
+        micro-batch, so its activations are kept even with rematerialization.
         """
         rematerialize = self.rematerialize and grad and not goes_back_next
         arrived, collected = {}, {}
@@ -143,7 +144,7 @@ class Stage:
             arrived[source], collected[source] = unpack(packet, self.device, grad)
         graph = _Graph(collected, {})
         if autocast or torch.is_grad_enabled() != grad:
-            # A stage of another job of this process may have left grad mode as it liked: it belongs to the thread.
+            # Grad mode belongs to the thread, so another stage may have left it in any state.
             with torch.set_grad_enabled(grad), _autocast(autocast):
                 output, result, graph.loss = self._output(arrived, rematerialize, target)
         else:
@@ -164,7 +165,7 @@ class Stage:
     def _output(
         self, arrived: dict[int, Any], rematerialize: bool, target: tuple[Any, ...] | None
     ) -> tuple[Any, Any, torch.Tensor | None]:
-        """The stage's own output; that of the model, in the last stage; and the loss, if there is a target."""
+        """Return the stage's output, in the last stage the model's output, and the loss if there is a target."""
         output = self._call(arrived, rematerialize)
         result = output
         if self.spec.output is not None:
@@ -175,10 +176,10 @@ class Stage:
         return output, result, _scalar(self.loss(result, *to_device(target, self.device)), self.loss)
 
     def _seed(self, loss: torch.Tensor, micro_batches: int, scale: float | None) -> torch.Tensor:
-        """With what the way back begins. It is the same for all micro-batches, and for most steps."""
+        """Return the gradient with which the backward begins: the same for all micro-batches, and for most steps."""
         key = loss.dtype, micro_batches, scale
         if self._last_seed is None or self._last_seed[0] != key:
-            # As autograd divides when the mean over the micro-batches is what backward() is called on.
+            # Autograd divides in the same way if backward() is called on the mean over the micro-batches.
             seed = torch.ones_like(loss) / micro_batches
             self._last_seed = key, seed if scale is None else seed * scale
         return self._last_seed[1]
@@ -201,7 +202,7 @@ class Stage:
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
 
     def _rematerialization(self) -> tuple[Any, Any]:
-        """Contexts of the first forward and of the second, which must not count a micro-batch again."""
+        """Return contexts for the first forward, and for the second, which must not count a micro-batch twice."""
         return contextlib.nullcontext(), _restored(self.module)
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -213,14 +214,14 @@ class Stage:
         gradients: dict[int, Sequence[torch.Tensor | None]],
         tied: dict[int, list[torch.Tensor | None]],
     ) -> tuple[dict[int, list[torch.Tensor | None]], dict[int, torch.Tensor | None]]:
-        """``kind`` of a micro-batch: "B", "I" or "W".
+        """Run a backward of a micro-batch, or a half of it: ``kind`` is "B", "I" or "W".
 
         Args:
             gradients: of what was sent, by the stage that it was sent to; not for "W".
             tied: gradients that other stages have found for parameters owned here, by number of the tie, in order.
 
-        Returns the gradients of what arrived, by source (nothing for "W"), and those of parameters that are owned
-        elsewhere, by number of the tie (nothing for "I").
+        Returns the gradients of the inputs, by source (none for "W"), and those of parameters that other stages own, by
+        number of the tie (none for "I").
         """
         graph = self.graphs[key]
         if kind == "W":
@@ -234,7 +235,7 @@ class Stage:
         if kind == "B":
             del self.graphs[key]
             for tie, parameter in self.ties:
-                # A root of its own is where autograd begins: what later stages found is summed first.
+                # Autograd begins at a root of its own, so that the gradients from later stages are summed first.
                 for gradient in tied.get(tie.number, []):
                     if gradient is not None and parameter.requires_grad:
                         roots.append(parameter)
@@ -288,13 +289,14 @@ class Stage:
         return owed
 
     def forget(self, call: int) -> None:
-        """Let go of all that is kept of a call."""
+        """Free all state of a call."""
         for key in [key for key in self.graphs if key[0] == call]:
             del self.graphs[key]
 
 
 def _chain_source(spec: StageSpec) -> int | None:
-    """The one stage whose whole output is the one argument, as in an nn.Sequential: no structure to fill then."""
+    """Return the one stage whose whole output is the one argument, as in an nn.Sequential, so that there is no
+    structure to fill."""
     if spec.arguments is None or spec.arguments[1] or len(spec.arguments[0]) != 1 or len(spec.edges_in) != 1:
         return None
     source = getattr(spec.arguments[0][0], "source", INPUT)
@@ -318,7 +320,7 @@ def _scalar(loss: Any, function: Callable[..., Any]) -> torch.Tensor:
 
 def _writes_in_place(module: nn.Module | None) -> bool:
     if isinstance(module, torch.fx.GraphModule):
-        # It has operators in the place of layers.
+        # A traced module has operators instead of layers.
         schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
         return any(schema is not None and schema.is_mutable for schema in schemas)
     return module is not None and any(getattr(part, "inplace", False) for part in module.modules())
@@ -345,15 +347,15 @@ def _autocast(states: Autocast) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """All buffers as they were: a second forward counts nothing, in batch norms or elsewhere."""
+    """Keep all buffers as they are: a second forward must not count, in batch norms or elsewhere."""
     before = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
     values = [(one, one.detach().clone()) for _, named in before for one in named.values() if one is not None]
     try:
         yield
     finally:
         for buffers, named in before:
-            # A forward may put another tensor in the place of a buffer.
+            # A forward may replace a buffer by another tensor.
             buffers.update(named)
         for buffer, old in values:
-            # By .data: nothing that autograd has kept of the buffer is to be taken for changed.
+            # .data does not tell autograd that a buffer which it has kept has changed.
             buffer.data.copy_(old)

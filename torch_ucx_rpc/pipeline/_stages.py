@@ -1,4 +1,4 @@
-"""The stages of one pipeline on one worker, and what the driver's orders do with them (`Stages`)."""
+"""The stages of one pipeline on one worker, and the driver's orders to them (`Stages`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """The stages with their optimizers. They belong to the thread that works for the host.
+    """The stages with their optimizers. They belong to the host's thread.
 
     ``order_<name>(payload)`` carries out the driver's order of that name.
     """
@@ -44,9 +44,9 @@ class Stages:
             stage.train(config.mode)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._rows: dict[tuple[Any, ...], Row] = {}
-        # Gradients that a failed step has added to: no optimizer is to use them.
+        # Gradients that a failed step has added to: no optimizer may use them.
         self._spoilt = False
-        # The last call: the number of its message, its own, and the parameters that had no gradient before.
+        # The last call: the number of its message, its own number, and the parameters that had no gradient before.
         self._last_run: tuple[int, int, list[nn.Parameter]] = (-1, -1, [])
 
     def clear(self) -> None:
@@ -54,12 +54,12 @@ class Stages:
         self._optimizers.clear()
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names of the undivided model, without those that a stage of another worker owns."""
+        """Yield parameters by the names of the undivided model, without those that a stage of another worker owns."""
         for _, stage in sorted(self.by_index.items()):
             yield from stage.owned_parameters()
 
     def forget(self, call: int) -> None:
-        """Let go of what the stages keep of a call for its way back."""
+        """Free what the stages keep of a call for its backward."""
         for stage in self.by_index.values():
             stage.forget(call)
 
@@ -68,7 +68,7 @@ class Stages:
     def order_run(self, request: Request) -> dict[str, Any]:
         if request.row is not None:
             self._rows[request.row_key] = request.row
-        # The parameters without gradients: what a part of the batch gives them is of no use.
+        # List the parameters without gradients: those that a part of the batch gives them are useless.
         fresh = [one for one in self._parameters() if one.grad is None] if request.adds_gradients else []
         self._last_run = self._exchange.number, request.call, fresh
         return Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
@@ -80,8 +80,8 @@ class Stages:
     def end_epoch(self, at: int, spoils: bool) -> None:
         """Undo the call of the message ``at``, or of a later one: the other workers may not have carried it out.
 
-        Gradients go where there were none before. If the call ``spoils`` the others, no optimizer may use them, on no
-        worker.
+        Gradients that it created are removed. If the call ``spoils`` the others, no optimizer on any worker may use
+        them.
         """
         number, call, fresh = self._last_run
         if number >= at:
@@ -97,7 +97,7 @@ class Stages:
     def order_crew(self, payload: dict[str, Any]) -> None:
         """Workers have been replaced."""
         self._exchange.set_routes(payload["routes"])
-        # A call whose graphs are not on all workers any more has no way back.
+        # A call whose graphs are not on all workers any more cannot go back.
         for stage in self.by_index.values():
             stage.graphs.clear()
         self.order_zero_grad(True)
@@ -111,7 +111,7 @@ class Stages:
             stage.train(payload["mode"])
 
     def order_requires_grad(self, payload: dict[str, bool]) -> None:
-        """Whether parameters want a gradient, by name."""
+        """Set which parameters want a gradient, by name."""
         for stage in self.by_index.values():
             for name, parameter in stage.named_parameters():
                 parameter.requires_grad_(payload[name])
@@ -149,7 +149,7 @@ class Stages:
         self._share_tied_values()
 
     def order_set_values(self, payload: dict[str, Any]) -> None:
-        """After a load: the owners' values are everybody's."""
+        """Copy the owners' values of tied parameters to all their users, after a load."""
         self._share_tied_values()
 
     def _share_tied_values(self) -> None:
@@ -157,7 +157,7 @@ class Stages:
             for tie, parameter in stage.ties:
                 if tie.owner == stage.index:
                     for user in tie.users:
-                        # A copy: the next step of the optimizer may come before it has been fetched.
+                        # Send a copy: the optimizer may step again before it has been fetched.
                         value = parameter.detach().clone()
                         self._exchange.send(("V", user, 0, stage.index, tie.number), value)
         for stage in self.by_index.values():
@@ -168,7 +168,7 @@ class Stages:
                         parameter.copy_(value)
 
     def order_gradient_norms(self, payload: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Of each parameter that has a gradient, by name."""
+        """Norm of each gradient, by the parameter's name."""
         named = [(name, one.grad) for name, one in self.owned_parameters() if one.grad is not None]
         if not named:
             return {}
@@ -176,7 +176,8 @@ class Stages:
         return {name: norm.cpu() for (name, _), norm in zip(named, norms, strict=True)}
 
     def order_scale_gradients(self, payload: dict[str, Any]) -> bool:
-        """Multiply all gradients, or those of an optimizer's parameters, of which it says whether all are finite."""
+        """Multiply all gradients, or those of an optimizer's parameters. Returns for the latter whether all are
+        finite."""
         if "optimizer" not in payload:
             self._scale_gradients((one for _, one in self.owned_parameters()), payload["factor"])
             return True
@@ -209,27 +210,27 @@ class Stages:
             stage.module.load_state_dict({name: payload["state"][prefix + name] for name in own})
 
     def order_synchronize(self, payload: dict[str, Any]) -> None:
-        """Nothing: that it is answered says that all before it has been done."""
+        """Do nothing: the answer shows that all earlier orders have been carried out."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
     # ------------------------------------------------------------------------------------ gradients and optimizers
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of each parameter that has one, by name; without those that no optimizer may use."""
+        """Return the gradients that optimizers may use, by the parameter's name."""
         if self._spoilt:
             return {}
         return {name: one.grad for name, one in self.owned_parameters() if one.grad is not None}
 
     def optimizer_state(self, number: int) -> dict[str, dict[str, Any]]:
-        """The state of a worker's part of an optimizer, by parameter; the tensors are the optimizer's own."""
+        """Return the state of a worker's part of an optimizer, by parameter, with the optimizer's own tensors."""
         optimizer = self._optimizers.get(number)
         if optimizer is None:
             return {}
         return {name: optimizer.state[one] for name, one in self.owned_parameters() if one in optimizer.state}
 
     def set_optimizer_state(self, number: int, states: dict[str, dict[str, Any]]) -> None:
-        """Give a worker's part the states of its parameters out of these."""
+        """Give a worker's part the states of its parameters."""
         optimizer = self._optimizers.get(number)
         if optimizer is None:
             return
@@ -241,7 +242,7 @@ class Stages:
             if name in states and id(one) in places
         }
         groups = optimizer.state_dict()["param_groups"]
-        # By torch's own way: it puts each tensor where, and in the type in which, the optimizer wants it.
+        # Torch's own load puts each tensor on the device and in the type that the optimizer wants.
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def order_optimizer_state(self, payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -255,5 +256,5 @@ class Stages:
 
 
 def _copy(value: Any) -> Any:
-    """A tensor's value now, on the CPU; the answer with it may leave when the next order has begun."""
+    """Copy a tensor's value to the CPU: the answer with it may leave after the next order has begun."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""What of a pipeline a checkpoint holds, part by part: each worker its own, under the names of the undivided model."""
+"""The parts of a pipeline in a checkpoint: each worker writes its own, under the names of the undivided model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Path = tuple[Any, ...]
 
 
 class Groups(Protocol):
-    """The parameter groups of an optimizer, as the driver has them."""
+    """The parameter groups of an optimizer, from the driver."""
 
     def groups_by_name(self) -> list[dict[str, Any]]:
-        """Each with the names of its parameters in the undivided model."""
+        """Return the groups, each with the names of its parameters in the undivided model."""
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take over the values of other groups; the parameters stay."""
+        """Take the values of other groups; the parameters stay."""
 
 
 def model_parts(places: Sequence[Place]) -> list[Part]:
@@ -40,13 +40,13 @@ def _model_state(name: str) -> dict[str, Any]:
 
 
 def _model_template(name: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    # The tensors themselves: they are read into.
+    # Return the tensors themselves, since the checkpoint is read into them.
     return _model_state(name)
 
 
 def _set_model_state(name: str, state: dict[str, Any]) -> None:
     for stage in _host.find(name).by_index.values():
-        # A value that is no tensor could not be read into: a module's extra state.
+        # A value that is not a tensor, such as a module's extra state, could not be read into.
         prefix = stage.spec.prefix
         extra = {
             key: state[prefix + key]
@@ -119,7 +119,7 @@ class Gradients:
 
 
 def _gradients(name: str) -> dict[str, Any]:
-    # DCP has no sparse tensors: in a tuple they are pickled, and a pickle should not ask for a device.
+    # DCP has no sparse tensors. In a tuple they are pickled, and a pickle should not need a device.
     return {
         parameter: gradient if gradient.layout == torch.strided else (gradient.cpu(),)
         for parameter, gradient in _host.find(name).gradients().items()
@@ -142,11 +142,11 @@ def _set_gradients(name: str, state: dict[str, Any]) -> None:
 
 
 class RandomState:
-    """The generators of a pipeline's workers, so that dropout goes on as it would have.
+    """The generators of a pipeline's workers, so that dropout continues exactly.
 
     Args:
         places: where the rows of the schedule run.
-        here: also of the driver's process, if that runs a stage.
+        here: whether the generators of the driver's process are included, if it runs a stage.
     """
 
     def __init__(self, places: Sequence[Place], here: bool = True) -> None:
@@ -169,7 +169,7 @@ def _random_state(row: int, device: str) -> dict[str, Any]:
 
 
 def _random_template(row: int, device: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    # A pipeline with other rows takes those that fit.
+    # A pipeline with other rows takes the generators that fit.
     found = {
         path[1]: torch.empty(kind.size, dtype=torch.uint8) for path, kind in saved.items() if path[0] == f"row{row}"
     }

@@ -1,4 +1,4 @@
-"""``print(pipe)``: which layers are where, and what they weigh."""
+"""``print(pipe)``: the layers of each stage, their places and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD = ("stage", "worker", "layers", "parameters", "profiled ms")
 
 
 def table(infos: Sequence[StageInfo], workers: Sequence[str], schedule: str, chunks: int, rematerialize: bool) -> str:
-    """Lines with a column each of ``_HEAD``; the last only where layers have been profiled."""
+    """Lines with the columns of ``_HEAD``; the last column only for profiled layers."""
     rows = [
         (
             str(stage),

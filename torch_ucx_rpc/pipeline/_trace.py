@@ -1,4 +1,4 @@
-"""A Chrome trace of a step: which stage did which micro-batch when."""
+"""A Chrome trace of a step: it shows which stage did which micro-batch when."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch_ucx_rpc.pipeline._schedule import Action, parse
 
 __all__ = ["check_path", "write_chrome"]
 
-# What each worker did: an action's text, and when it began and ended, in seconds.
+# Actions of each worker: an action's text, and its begin and end in seconds.
 Events = Sequence[Sequence[tuple[str, float, float]]]
 
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for what is not a Chrome trace."""
+    """Raise ValueError unless the path ends in .json."""
     if Path(path).suffix.lower() != ".json":
         raise ValueError(f"{os.fspath(path)!r}: a trace is a Chrome trace, with a path that ends in .json")
 
@@ -29,7 +29,7 @@ def _actions(events: Events) -> list[tuple[int, Action, float, float]]:
 
 
 def write_chrome(path: Any, events: Events, workers: Sequence[str]) -> None:
-    """For chrome://tracing and Perfetto: a process for each worker, a thread for each stage."""
+    """Write a trace for chrome://tracing and Perfetto, with a process for each worker and a thread for each stage."""
     actions = _actions(events)
     start = min(begin for _, _, begin, _ in actions)
     entries: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Models that are no nn.Sequential, divided by torch's own splitter (``torch.distributed.pipelining``)."""
+"""Models other than nn.Sequential, divided by torch's own splitter (``torch.distributed.pipelining``)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def divide(
     split_spec: Mapping[str, SplitPoint] | None,
     balance: Any,
 ) -> Partition:
-    """Stages of a traced model. ``args`` and ``kwargs`` are a micro-batch."""
+    """Divide a traced model into stages. ``args`` and ``kwargs`` are a micro-batch."""
     if split_spec is None:
         split_spec = _split_points(model, stages, args, kwargs, balance)
     _check(model, split_spec)
-    # Each a tensor of its own: of one that is given twice, torch.export would take the two places for one.
+    # Each is a tensor of its own: torch.export would take two places with the same tensor for one.
     args, kwargs = map_tensors(torch.clone, _bound(inspect.signature(model.forward), args, kwargs))
     specs, program = _traced(model, args, kwargs, split_spec)
     if len(specs) != stages:
@@ -91,7 +91,7 @@ def _check(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None:
 
 @contextlib.contextmanager
 def _in_the_other_mode(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation if it is in training, and the reverse; then each module as it was."""
+    """Put the model into the opposite mode, and restore the mode of each module afterwards."""
     before = [(part, part.training) for part in model.modules()]
     model.train(not model.training)
     try:
@@ -105,7 +105,7 @@ def _traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split_spec: Mapping[str, SplitPoint]
 ) -> tuple[list[StageSpec], Any]:
     with _annotated(model, split_spec), warnings.catch_warnings():
-        # Torch's, about its own insides.
+        # A warning of torch about its own code.
         warnings.simplefilter("ignore")
         program = _export(model, args, kwargs)
         pipe = Pipe._from_traced(model, program)
@@ -139,9 +139,9 @@ def _traced(
 
 
 class _FlatTracer(fx.Tracer):
-    """Through all modules, down to the operators."""
+    """Trace through all modules, down to the operators."""
 
-    # Else what writes to a buffer would be carried out once, now, and be missing in the graph.
+    # Otherwise writes to a buffer would be carried out once, now, and be missing in the graph.
     proxy_buffer_attributes = True
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
@@ -149,15 +149,15 @@ class _FlatTracer(fx.Tracer):
 
 
 def _flat_module(stage: nn.Module) -> fx.GraphModule:
-    """The stage as one graph of operators. Torch nests interpreters, one a module, which neither travel nor run as
-    fast."""
+    """Make the stage one graph of operators. Torch nests interpreters, one for each module, which cannot be pickled and
+    are slower."""
     flat = fx.GraphModule(stage, _FlatTracer().trace(stage), "Stage")
     flat.meta = {}
     return flat
 
 
 def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Without fx's immutable lists and dicts, which do not travel."""
+    """Replace fx's immutable lists and dicts, which cannot be pickled."""
     args, kwargs = arguments
     return tuple(args), dict(kwargs)
 
@@ -176,7 +176,7 @@ def _annotated(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterat
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def dynamic(value: Any) -> Any:
-        # A dimension of 1 or 0 becomes a constant whatever is asked for; then torch warns of it.
+        # A dimension of 1 or 0 always becomes a constant, and torch warns of it.
         if not isinstance(value, torch.Tensor):
             return None
         return {place: Dim.AUTO if size > 1 else Dim.STATIC for place, size in enumerate(value.shape)}
@@ -195,7 +195,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _bound(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call in one form, whether arguments were given by position or by name."""
+    """Bring a call into one form, for arguments by position and by name."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -204,16 +204,16 @@ def _bound(
 
 
 class _Fixed(NamedTuple):
-    """What tracing has made a part of the model of an argument, or of a leaf in it."""
+    """A value of an argument, or of a leaf in it, that tracing has made a part of the model."""
 
     name: str
     value: Any
-    """If it is no tensor."""
+    """The value, unless it is a tensor."""
     shape: tuple[int | None, ...] | None
-    """None in the place of a size that may change; the micro-batch's, at least."""
+    """None stands for a size that may change, at least the micro-batch's."""
 
     def check(self, leaf: Any) -> None:
-        """Raise ValueError if a call gives something else."""
+        """Raise ValueError if a call gives another value."""
         if self.shape is None:
             if not equal(leaf, self.value):
                 self._refuse("", self.value, leaf)
@@ -234,7 +234,7 @@ class _Fixed(NamedTuple):
 
 
 def _fixed(program: Any, arguments: Mapping[str, Any]) -> list[_Fixed]:
-    """For each leaf of the arguments."""
+    """Return one for each leaf of the arguments."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     leaves = [(name, leaf) for name, value in arguments.items() for leaf in pytree.tree_leaves(value)]
     found = []
@@ -249,8 +249,8 @@ def _fixed(program: Any, arguments: Mapping[str, Any]) -> list[_Fixed]:
 
 
 def _keep_unused(specs: list[StageSpec], model: nn.Module) -> None:
-    """Give the stages what the graphs for training leave out and the model's state has all the same: each what its
-    evaluation runs, and the last one the rest."""
+    """Give the stages the parts of the model's state that the graphs for training leave out: each stage what its
+    evaluation graph uses, and the last one the rest."""
     used = {name for spec in specs for name in spec.module.state_dict(keep_vars=True)}
     used |= {name for spec in specs for _, name in spec.aliases}
     left = {
@@ -287,7 +287,7 @@ def _layers_of(stage: nn.Module) -> str:
 def _split_points(
     model: nn.Module, stages: int, args: tuple[Any, ...], kwargs: dict[str, Any], balance: Any
 ) -> dict[str, SplitPoint]:
-    """Split points before blocks of the model, in the order in which they run, that make even stages."""
+    """Choose split points before blocks of the model, in the order in which they run, for even stages."""
     if balance not in (None, "parameters", "params", "profile"):
         raise ValueError(f'balance must be "profile" or "parameters" for a traced model, and not {balance!r}')
     blocks = _blocks_in_order(model, args, kwargs)
@@ -310,7 +310,7 @@ def _split_points(
 
 
 def _blocks_in_order(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
-    """Name and seconds of each block that runs exactly once: children, and those of containers in their place."""
+    """Return name and seconds of each block that runs exactly once: children, with containers replaced by theirs."""
 
     def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in parent.named_children():

@@ -1,8 +1,8 @@
-"""The values between stages: any nesting of tuples, lists, dicts and dataclasses, with tensors, None and anything
-picklable in it.
+"""The values between stages: any nesting of tuples, lists, dicts and dataclasses, with tensors, None and anything else
+that can be pickled.
 
-A *packet* is how such a value crosses from one stage to the next: the value with its tensors detached, and the
-positions of the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
+A *packet* carries such a value from one stage to the next: the value with its tensors detached, and the positions of
+the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # The value, and the positions among its leaves of those that want a gradient. None stands for (0,) with the value
-# itself the only leaf, which is nearly always so and needs no walk through a tree.
+# itself as the only leaf, the usual case, which needs no walk through a tree.
 Packet = tuple[Any, "tuple[int, ...] | None"]
 
 _registering = threading.Lock()
@@ -42,7 +42,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 
 
 def pack(value: Any) -> tuple[Packet, list[torch.Tensor]]:
-    """A packet of ``value``, and the tensors in it whose gradient will come back, in the packet's order."""
+    """Return a packet of ``value``, and the tensors in it whose gradient will come back, in the packet's order."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             return (value.detach(), None), [value]
@@ -58,10 +58,10 @@ def pack(value: Any) -> tuple[Packet, list[torch.Tensor]]:
 
 
 def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[torch.Tensor]]:
-    """The value on ``device``, and the leaves of it that collect a gradient; none do without ``grad``."""
+    """Return the value on ``device``, and its leaves that collect a gradient; none do without ``grad``."""
     value, wanting = packet
     if wanting is None:
-        # Nobody else has the packet's tensor, even where a stage on this host has handed it over.
+        # Only this packet refers to its tensor, even if a stage on this host has handed it over.
         leaf = _on(value, device)
         return (leaf.requires_grad_(), [leaf]) if grad else (leaf, [])
     if not wanting or not grad:
@@ -78,20 +78,20 @@ def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # To the CPU it is waited for: there nothing else would wait for the device.
+    # A copy to the CPU must be complete: no later work there would wait for the device.
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with all its tensors on ``device``."""
+    """Return ``value`` with all its tensors on ``device``."""
     return map_tensors(lambda tensor: _on(tensor, device), value)
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """As pytree does, which dataclasses are leaves for until they are registered."""
+    """Map as pytree does, for which dataclasses are leaves until they are registered."""
     while True:
         leaves, spec = pytree.tree_flatten(value)
-        # All of them, also those without tensors: leaves are counted, and must be the same on all workers.
+        # Register all dataclasses, even without tensors: leaves are counted, and must be the same on all workers.
         unknown = {type(leaf) for leaf in leaves if _is_plain_dataclass(type(leaf))}
         if not unknown:
             return leaves, spec
@@ -101,7 +101,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def _is_plain_dataclass(kind: type) -> bool:
-    # One that is a container as well has more than attributes.
+    # A dataclass that is also a container has more than attributes.
     return dataclasses.is_dataclass(kind) and not issubclass(kind, (dict, list, tuple, torch.Tensor, torch.nn.Module))
 
 
@@ -112,7 +112,7 @@ def _attributes_of(one: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _with_attributes(kind: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
-    # Not by __init__, which may take other arguments, nor by the class's own __setattr__, which may be frozen.
+    # Avoid __init__, which may take other arguments, and the class's __setattr__, which may be frozen.
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
@@ -120,11 +120,11 @@ def _with_attributes(kind: type, values: Iterable[Any], names: tuple[str, ...]) 
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function(tensor)`` in the place of each tensor."""
+    """Return ``value`` with ``function(tensor)`` in place of each tensor."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return function(value)
-    # The usual containers by hand: that takes a tenth of pytree's time, and there are some for each micro-batch.
+    # Usual containers are mapped by hand in a tenth of pytree's time: each micro-batch has some.
     if kind is tuple or kind is list:
         return kind([map_tensors(function, one) for one in value])
     if kind is dict:
@@ -136,18 +136,18 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in ``value``, in pytree's order."""
+    """Return all tensors in ``value``, in pytree's order."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are the same, as far as they can tell."""
+    """Tell whether two values other than tensors are equal, as far as they can tell."""
     try:
         return type(one) is type(other) and bool(one == other)
     except Exception:
-        # An array says it for each of its elements.
+        # An array compares each of its elements.
         return False
 
 
@@ -155,9 +155,9 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def batch_size(values: Any) -> int | None:
-    """The common size of dimension 0 of all tensors that have one; None when there is none.
+    """Return the common size of dimension 0 of all tensors that have one, or None.
 
-    Raises ValueError when they disagree.
+    Raises ValueError if sizes differ.
     """
     sizes = {tensor.shape[0] for tensor in tensors_of(values) if tensor.dim() > 0}
     if len(sizes) > 1:
@@ -170,9 +170,9 @@ def batch_size(values: Any) -> int | None:
 
 
 def split(values: Any, count: int) -> list[Any]:
-    """``count`` micro-batches of ``values``: tensors are divided along dimension 0, everything else is repeated.
+    """Divide ``values`` into ``count`` micro-batches: tensors along dimension 0; everything else is repeated.
 
-    As `torch.tensor_split` does: where the size does not divide, the first ones are larger by one.
+    If the size does not divide, the first ones are larger by one, as with `torch.tensor_split`.
     """
     kind = type(values)
     if isinstance(values, torch.Tensor) and values.dim() > 0:
@@ -193,17 +193,17 @@ def split(values: Any, count: int) -> list[Any]:
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """The outputs of micro-batches as one value: tensors are concatenated along dimension 0, scalars stacked.
+    """Join the outputs of micro-batches: tensors are concatenated along dimension 0, scalars stacked.
 
-    Leaves that cannot be put together become a list: tensors of other sizes, or what is no tensor and not equal. So do
-    values of different structures.
+    Other leaves become a list: tensors whose sizes do not fit, and values that are not equal. So do outputs of
+    different structures.
     """
     merged = merge_leaves(parts)
     return list(parts) if merged is None else pytree.tree_unflatten(*merged)
 
 
 def merge_leaves(parts: Sequence[Any]) -> tuple[list[Any], Any] | None:
-    """The leaves of `merge`, and their structure; None where micro-batches have different ones."""
+    """Return the leaves of `merge` and their structure; None if the micro-batches' structures differ."""
     flattened = [flatten(part) for part in parts]
     spec = flattened[0][1]
     if any(other != spec for _, other in flattened):

@@ -1,4 +1,4 @@
-"""Which value goes where: the graph between stages, as data that travels to the workers."""
+"""The graph of values between stages, as data that travels to the workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["DRIVER", "INPUT", "Edge", "Ref", "StageSpec", "Tie", "edges_to", "fill"]
 
-# Where a value can come from, or go to, beside the stages, which count from 0.
+# Sources and targets of values beside the stages, which count from 0.
 INPUT = -1
 DRIVER = -2
 
@@ -25,7 +25,7 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """What one stage sends another for each micro-batch: its whole output, or some items of it."""
+    """A value that one stage sends another for each micro-batch: its whole output, or some items of it."""
 
     source: int
     target: int
@@ -39,39 +39,38 @@ class Tie:
 
     number: int
     name: str
-    """In the state of the stage that this is told."""
+    """Name in the state of the stage that gets this description."""
     owner: int
     users: tuple[int, ...]
-    """The other stages, last first: so autograd sums gradients in one process."""
+    """The other stages, last first, as autograd sums gradients in one process."""
 
 
 @dataclasses.dataclass
 class StageSpec:
-    """A stage as its worker needs it."""
+    """The description of a stage, for its worker."""
 
     index: int
     module: Any
     """An nn.Module, a `Built`, or an RRef to a module that lives on the worker already."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None
-    """Positional and keyword arguments with `Ref` in them; None: those of the batch as they are."""
+    """Positional and keyword arguments with `Ref` in them; None: the arguments of the batch."""
     output: Any = None
-    """In the last stage, what the whole model returns, if that is not just the stage's output: a structure with
-    `Ref`."""
+    """In the last stage, the model's output as a structure with `Ref`, if that is more than the stage's output."""
     edges_in: tuple[Edge, ...] = ()
     edges_out: tuple[Edge, ...] = ()
     ties: tuple[Tie, ...] = ()
     prefix: str = ""
-    """What the names of its parameters begin with in the undivided model."""
+    """Prefix of the names of its parameters in the undivided model."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Names of this stage's state, and the other names that the undivided model has for the same tensors."""
     evaluation_module: Any = None
-    """A traced stage cannot switch by ``eval()``: this runs in its place then, on the same state."""
+    """The module that runs in evaluation on the same state, since a traced stage cannot switch by ``eval()``."""
     unused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Tensors of the undivided model's state that no stage computes with: they live here and are saved."""
 
 
 def edges_to(target: int, wanted: Any) -> list[Edge]:
-    """What must be sent to ``target`` for the references in ``wanted`` (a structure)."""
+    """Return the edges to ``target`` that the references in ``wanted`` (a structure) need."""
     items: dict[int, set[int] | None] = {}
     for leaf in pytree.tree_leaves(wanted, is_leaf=lambda value: isinstance(value, Ref)):
         if isinstance(leaf, Ref) and leaf.source != target:
@@ -85,8 +84,7 @@ def edges_to(target: int, wanted: Any) -> list[Edge]:
 
 
 def fill(wanted: Any, edges: Sequence[Edge], arrived: dict[int, Any]) -> Any:
-    """``wanted`` with the values in the place of the references; ``arrived`` has what came along each edge, by
-    source."""
+    """Return ``wanted`` with values in place of the references; ``arrived`` has the values of each edge, by source."""
     places = {edge.source: edge.items for edge in edges}
 
     def look_up(leaf: Any) -> Any:
