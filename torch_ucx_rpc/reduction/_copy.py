@@ -1,4 +1,4 @@
-"""The state of a model, which goes from one trainer to another: `ModelCopy`."""
+"""The state of a model, for transfer between trainers: `ModelCopy`."""
 
 # mypy: allow-untyped-calls
 
@@ -14,17 +14,17 @@ from torch_ucx_rpc._arguments import check_type
 
 
 class ModelCopy:
-    """This trainer's copy of a model: parameters, buffers, and the optimizer's state if that is known."""
+    """This trainer's copy of a model: parameters, buffers, and the optimizer's state if it has the optimizer."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
             check_type("optimizer", torch.optim.Optimizer, "this trainer's torch.optim.Optimizer", optimizer)
-        # What knows this object may be known by the model.
+        # The model may refer to the owner of this object, so this refers to the model weakly.
         self._module = weakref.ref(module)
         self._optimizer = optimizer
 
     def state(self) -> dict[str, Any] | None:
-        """What others take over; None if the model is gone."""
+        """Return the state for another trainer; None if the model is gone."""
         module = self._module()
         if module is None:
             return None
@@ -34,13 +34,13 @@ class ModelCopy:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over the state of another trainer. ValueError if that has another model."""
+        """Load the state of another trainer. Raises ValueError if that trainer has another model."""
         module = self._module()
         assert module is not None
         own, theirs = module.state_dict(), state["module"]
         if _shapes(own) != _shapes(theirs):
             raise ValueError("the trainers of a server must have the same model; this one's has other parameters")
-        # In a backward, the graph has these tensors: their versions must not change.
+        # During a backward the graph holds these tensors, so their versions must not change.
         with torch.no_grad():
             for name, value in own.items():
                 if isinstance(value, Tensor):

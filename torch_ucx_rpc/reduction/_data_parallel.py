@@ -18,12 +18,12 @@ from torch_ucx_rpc._arguments import check_count, check_type
 from torch_ucx_rpc.reduction._copy import ModelCopy
 from torch_ucx_rpc.reduction._server import Server
 
-# torch's number for "none".
+# torch's constant for "none".
 _NO_BACKWARD = -1
 
 
 class _Bucket:
-    """Gradients that travel together, flat."""
+    """Gradients that travel together, in one flat tensor."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -44,7 +44,7 @@ class _Bucket:
             if parameter.grad is not None and index in self.filled:
                 parameter.grad.copy_(mean)
             elif bool(mean.any()):
-                # Others have had gradients here.
+                # Other trainers have gradients for this parameter.
                 parameter.grad = mean.clone()
         self.filled.clear()
 
@@ -55,16 +55,16 @@ class DataParallel(nn.Module):
     Each trainer wraps its model and goes on as with one process. Within ``backward()`` the gradients of all trainers
     are averaged, bucket by bucket while the rest is being computed; when it returns, ``parameter.grad`` has the mean.
 
-    The first trainers begin with the parameters and buffers of the one with the lowest rank. One that comes later gets
-    those of a trainer, and takes part from its next step on; the optimizer's state too where both give their optimizer.
-    Buffers (such as running means) are each trainer's own from then on.
+    The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets those
+    of another trainer, and takes part from its next step on. It also gets the optimizer's state if both give their
+    optimizer. From then on each trainer has its own buffers (such as running means).
 
     Args:
         module (nn.Module): whose parameters require grad, at least one.
-        server (Server): of `serve`.
-        optimizer (torch.optim.Optimizer): this trainer's. Its state goes to trainers that join or come late.
-        quorum (int): see `state`. With one, nothing travels before a step's trainers are known.
-        bucket_bytes (int): how much travels together. (default: 25 MiB)
+        server (Server): result of `serve`.
+        optimizer (torch.optim.Optimizer): this trainer's optimizer. Its state goes to trainers that join or come late.
+        quorum (int): see `state`. With a quorum, nothing travels before a step's trainers are known.
+        bucket_bytes (int): size of the gradients that travel together. (default: 25 MiB)
 
     Raises ValueError for a quorum above the number of trainers, and for sparse gradients.
 
@@ -98,7 +98,7 @@ class DataParallel(nn.Module):
         self._next_bucket = 0
         self._is_in_backward = False
         self._is_synchronizing = True
-        # The parameters do not keep this object alive: when it is gone, this trainer has left.
+        # The parameters do not keep this object alive: this trainer leaves when it is collected.
         own = weakref.ref(self)
 
         def on_gradient(parameter: Tensor) -> None:
@@ -112,11 +112,11 @@ class DataParallel(nn.Module):
         self._steps.begin()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module that this holds; with gradients, its backward will push them."""
+        """Run the module's forward; in grad mode, its backward will push the gradients."""
         if torch.is_grad_enabled() and self._is_synchronizing:
-            # A checkpointed module goes forward once more within the backward.
+            # A checkpointed module runs its forward again within the backward.
             if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:
-                # torch calls nobody back when a backward fails. What it has put is put again by the next one.
+                # torch calls no callback when a backward fails. The next backward puts the gradients again.
                 self._end_backward()
                 self._steps.drop()
             self._steps.begin_step()
@@ -124,7 +124,7 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients are only accumulated here; the next ``backward()`` outside averages their sums."""
+        """Accumulate gradients locally within this context; the next ``backward()`` outside averages their sums."""
         before, self._is_synchronizing = self._is_synchronizing, False
         try:
             yield
@@ -148,7 +148,7 @@ class DataParallel(nn.Module):
                 "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True); leave that out"
             )
         bucket.fill(index, gradient)
-        # In their order, in all trainers.
+        # All trainers put them in this order.
         while self._next_bucket < len(self._buckets) - 1 and self._is_full(self._buckets[self._next_bucket]):
             self._put()
 
@@ -165,7 +165,7 @@ class DataParallel(nn.Module):
         try:
             while self._next_bucket < len(self._buckets):
                 bucket = self._buckets[self._next_bucket]
-                # Without a gradient here; others may have one.
+                # It has no gradient here, but others may have one.
                 for index, span in enumerate(bucket.spans):
                     if index not in bucket.filled:
                         bucket.buffer[span].zero_()
@@ -185,7 +185,7 @@ class DataParallel(nn.Module):
 
 
 def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """In the order in which gradients come: from the last parameter on."""
+    """Buckets follow the order in which gradients come: from the last parameter on."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for parameter in reversed(parameters):

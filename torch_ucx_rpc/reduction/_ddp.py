@@ -1,6 +1,7 @@
-"""Gradients of torch's DistributedDataParallel by way of a server: `state` and `hook`."""
+"""Gradients of torch's DistributedDataParallel through a server: `state` and `hook`."""
 
-# Without `from __future__ import annotations`: DistributedDataParallel looks at those of a hook, and takes no texts.
+# No `from __future__ import annotations` here: DistributedDataParallel checks a hook's annotations, which must not be
+# strings.
 
 import threading
 
@@ -17,7 +18,7 @@ from torch_ucx_rpc.reduction._server import Server
 
 
 class State:
-    """What `state` returns: of one model, and one trainer."""
+    """The result of `state`, for one model and one trainer."""
 
     def __init__(self, server: Server, quorum: int | None, copy: ModelCopy | None, expected: int | None) -> None:
         self.server = server
@@ -26,7 +27,7 @@ class State:
         self._open: list[Future[Tensor]] = []
 
     def push(self, bucket: GradBucket) -> Future[Tensor]:
-        """Put a bucket of DDP's gradients: the future of its mean, which is done when the step is closed."""
+        """Put a bucket of DDP's gradients. Returns the future of its mean, which completes when the step is closed."""
         if not self._open:
             self.steps.drop()
             self.steps.begin_step()
@@ -35,7 +36,7 @@ class State:
         self._open.append(future)
         if bucket.is_last():
             open_, self._open = self._open, []
-            # DDP waits for all buckets at the end of the backward, on the thread that calls this.
+            # DDP waits for all buckets at the end of the backward, on this thread.
             threading.Thread(target=self._finish, args=(open_,), name="torch_ucx_rpc-step", daemon=True).start()
         return future
 
@@ -58,18 +59,18 @@ def state(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> State:
-    """What `hook` needs of a server, for one model.
+    """Make the state that `hook` needs, for one model.
 
-    The first step waits for all ranks of the process group, whatever `serve` has been told.
+    The first step waits for all ranks of the process group, whatever `serve` was given.
 
     Args:
         server (Server): of `serve`.
-        quorum (int): a step is complete with that many trainers, and the gradients are the mean of theirs. Those of
-            late ones are dropped. (default: all that are there)
-        process_group: DistributedDataParallel's (default: the default group).
-        model (nn.Module): with a quorum, what a trainer that was late takes over from another one; without it, being
-            late is an error.
-        optimizer (torch.optim.Optimizer): likewise.
+        quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
+            Gradients of late trainers are dropped. (default: all present trainers)
+        process_group: group of DistributedDataParallel (default: the default group).
+        model (nn.Module): with a quorum, a late trainer loads another trainer's state into this; without it, being late
+            is an error.
+        optimizer (torch.optim.Optimizer): a late trainer loads its state too.
 
     Raises ValueError for a quorum above the number of trainers.
 
@@ -98,10 +99,10 @@ def state(
 
 
 def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
-    """A communication hook of DistributedDataParallel that averages gradients by way of a server.
+    """Average gradients through a server: a communication hook of DistributedDataParallel.
 
-    torch's compression can go on top, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: then half the bytes
-    travel, and sums are made of halves.
+    torch's compression can wrap it, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: half the bytes travel,
+    and sums are computed in float16.
     """
     expected = "what reduction.state returns, as in ddp.register_comm_hook(reduction.state(server), reduction.hook)"
     check_type("state", State, expected, state)

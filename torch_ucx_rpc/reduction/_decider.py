@@ -1,4 +1,4 @@
-"""What the decider of an epoch knows: `Decider`, with the ledgers of all models. The lock of the office guards it."""
+"""The decider of an epoch: `Decider`, with the ledgers of all models. The lock of the office guards it."""
 
 # mypy: allow-untyped-calls
 
@@ -21,7 +21,7 @@ _WHOLE = 2
 class Decider:
     """The members of one epoch, and their models.
 
-    It answers nothing before all members have said what they know. Of a request, ``name`` is the worker that asks.
+    It answers no request before all members have sent their knowledge. ``name`` is the worker that sends a request.
     """
 
     def __init__(self, epoch: Epoch, is_static: bool) -> None:
@@ -40,7 +40,7 @@ class Decider:
         return len(self._known) == len(self.ranks)
 
     def learn(self, name: str, known: Knowledge) -> None:
-        """A member has said what it knows."""
+        """Take the knowledge of a member."""
         self._known[name] = known
         if not self.is_open:
             return
@@ -52,7 +52,7 @@ class Decider:
             self._ledger(key, next(iter(reports.values()))).resume(reports, self._kept(key).values())
 
     def _kept(self, key: str) -> dict[str, Kept]:
-        """What hosts have of a model."""
+        """Return the parameters of a model that hosts keep."""
         return {name: its.kept[key] for name, its in self._known.items() if key in its.kept}
 
     def _server(self, name: str) -> Spec | None:
@@ -76,10 +76,10 @@ class Decider:
             )
         return self._ledgers[key]
 
-    # -- what it is asked
+    # -- requests
 
     def serve(self, name: str, spec: Spec, may_make: bool, future: Future[Any]) -> None:
-        """Know a server. The answer is the numbers of the models that are being trained, or a refusal."""
+        """Register a server. The answer is the numbers of the models in training, or a refusal."""
         mine = {key: ledger for key, ledger in self._ledgers.items() if server_of(key) == spec.name}
         known = self._server(spec.name)
         if known is None and not may_make:
@@ -97,7 +97,7 @@ class Decider:
         self._answers.append((future, tuple(sorted(numbers))))
 
     def leave(self, name: str, server: str, future: Future[Any]) -> None:
-        """A trainer has left a server."""
+        """Take note that a trainer has left a server."""
         its = self._known[name]
         servers = {key: spec for key, spec in its.servers.items() if key != server}
         self._known[name] = its._replace(servers=servers, left=its.left | {server})
@@ -107,14 +107,14 @@ class Decider:
             ledger.left.add(name)
             ledger.leave(name)
             if is_over:
-                # It may be made again, with other arguments.
+                # The server may be made again, with other arguments.
                 self._tell(key, self._ledgers.pop(key))
         if is_over:
             self._known = {one: its._replace(left=its.left - {server}) for one, its in self._known.items()}
         self._answers.append((future, True))
 
     def update(self, name: str, key: str, report: Report, future: Future[Any]) -> None:
-        """A trainer reports where it stands. One that waits is answered with the next opening, or a refusal."""
+        """Take a trainer's report. A trainer that waits is answered with the next opening, or a refusal."""
         if (waiting := self._waiting.pop((key, name), None)) is not None:
             self._answers.append((waiting, None))
         if self._server(server_of(key)) is None:
@@ -135,19 +135,19 @@ class Decider:
         ledger.update(name, report)
 
     def refuse(self, _: str, key: str, generation: int, name: str, reason: str, future: Future[Any]) -> None:
-        """A host cannot make a step."""
+        """Take note that a host cannot make a step."""
         self._answers.append((future, True))
         if key in self._ledgers:
             self._ledgers[key].refuse(generation, name, reason)
 
     def missing(self, _: str, key: str, future: Future[Any]) -> None:
-        """The answer is the trainers that a step waits for."""
+        """Answer with the trainers that a step waits for."""
         self._answers.append((future, self._ledgers[key].missing() if key in self._ledgers else ()))
 
-    # -- what it says
+    # -- answers
 
     def close(self, is_in_force: Callable[[], bool]) -> bool:
-        """Commit the steps that are complete. True if there are some, and the epoch is not in force."""
+        """Commit the complete steps. Returns True if there are some, but the epoch is not in force."""
         for ledger in self._ledgers.values():
             while ledger.is_complete:
                 if not is_in_force():
@@ -156,7 +156,7 @@ class Decider:
         return False
 
     def take_mail(self) -> tuple[list[tuple[Future[Any], Any]], list[tuple[str, Opening]]]:
-        """Answers, and openings by worker."""
+        """Take the answers, and the openings by worker."""
         for key, ledger in self._ledgers.items():
             self._tell(key, ledger)
         answers, self._answers = self._answers, []
@@ -164,7 +164,7 @@ class Decider:
         return answers, told
 
     def _tell(self, key: str, ledger: Ledger) -> None:
-        # The last one tells all that the others would.
+        # The last opening includes the others.
         for opening in ledger.openings[-1:]:
             for name in dict.fromkeys((*ledger.trainers, *opening.hosts)):
                 if (waiting := self._waiting.pop((key, name), None)) is not None:
@@ -174,13 +174,13 @@ class Decider:
         ledger.openings = []
 
     def end(self) -> None:
-        """Answer all that wait: another epoch has begun."""
+        """Answer all waiting trainers: another epoch has begun."""
         for future in self._waiting.values():
             future.set_result(None)
 
 
 def difference(spec: Spec, known: Spec, has_begun: bool) -> str | None:
-    """Why a server that is known cannot be used with these arguments."""
+    """Say why a known server cannot be used with these arguments, if so."""
     for what in ("hosts", "optimizer", "checkpoint", "checkpoint_every", "expected"):
         ours, theirs = getattr(spec, what), getattr(known, what)
         if what == "expected":

@@ -1,4 +1,4 @@
-"""What a host does: it sums the gradients of its shards, and keeps the parameters of a server with an optimizer."""
+"""The work of a host: it sums the gradients of its shards, and keeps the parameters of a server with an optimizer."""
 
 # mypy: allow-untyped-calls
 
@@ -31,7 +31,7 @@ _STEP = 32_768
 
 
 class Fill(NamedTuple):
-    """What a host has when a trainer has given it parameters."""
+    """State of a host after a trainer has given it parameters."""
 
     shapes: list[tuple[int, ...]]
     restored_from: str | None
@@ -66,7 +66,7 @@ class Shard:
         return [tuple(parameter.shape) for parameter in self.parameters]
 
     def prepare(self, mean: list[Tensor], generation: int) -> None:
-        """Have the mean of the step, which is not closed yet."""
+        """Keep the mean of the step, which is not closed yet."""
         with self.lock:
             self.mean, self.prepared = mean, generation
 
@@ -82,11 +82,11 @@ class Shard:
             self._save()
 
     def go_to(self, step: int, committed: int) -> None:
-        """Be in a step; if it is another one than after the last update, those in between are lost."""
+        """Go to a step. If it does not follow the last update, the updates in between are lost."""
         self.step, self.committed, self.prepared = step, committed, NEVER
 
     def when(self, step: int) -> Future[list[Tensor]]:
-        """The parameters, once all steps before this one are applied."""
+        """Return the parameters, once all steps before this one are applied."""
         future: Future[list[Tensor]] = Future()
         with self.lock:
             self._waiting.append((step, future))
@@ -94,7 +94,7 @@ class Shard:
         return future
 
     def tell(self) -> None:
-        """Answer those that wait for the step in which this is now."""
+        """Answer requests that wait for the present step."""
         with self.lock:
             due = [future for step, future in self._waiting if step <= self.step]
             self._waiting = [one for one in self._waiting if one[0] > self.step]
@@ -105,7 +105,7 @@ class Shard:
     def _save(self) -> None:
         if self._path is None:
             return
-        # A process that is killed here leaves the former file whole.
+        # A process that is killed here leaves the earlier file whole.
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         state = {
             "parameters": [parameter.detach() for parameter in self.parameters],
@@ -117,12 +117,12 @@ class Shard:
             torch.save(state, part)
             part.replace(self._path)
         except (OSError, RuntimeError) as error:
-            # Training goes on, with the former checkpoint.
+            # Training goes on with the earlier checkpoint.
             _logger.warning("the parameters could not be saved to %s: %s", self._path, error)
 
 
 class _Office(Protocol):
-    """What a host needs of its worker."""
+    """The part of an office that a host uses."""
 
     name: str
     changed: threading.Condition
@@ -135,14 +135,14 @@ class _Office(Protocol):
 
 
 class Host:
-    """This worker as a host of servers. The lock of the office guards what it keeps by key."""
+    """This worker as a host of servers. The lock of the office guards its shards."""
 
     def __init__(self, office: _Office) -> None:
         self._office = office
         self._shards: dict[tuple[str, int], Shard] = {}
 
     def report(self) -> dict[str, Kept]:
-        """Where the parameters stand that are here. This waits for an update that is being applied."""
+        """Return the steps of the parameters kept here. This waits for a running update."""
         found: dict[str, Kept] = {}
         for (key, number), shard in self._shards.items():
             with shard.lock:
@@ -151,13 +151,13 @@ class Host:
         return found
 
     def open(self, opening: Opening, is_new: bool) -> None:
-        """Apply a step that was closed; and if this is a new generation, sum what comes from now on."""
+        """Apply a step that was closed. In a new generation, also start summing."""
         with self._office.changed:
             mine = [shard for (key, _), shard in self._shards.items() if key == opening.key]
         for shard in mine:
             with shard.lock:
                 epoch = self._office.epoch
-                # In a later epoch this host has reported otherwise.
+                # In a later epoch this host has reported another step.
                 if epoch is None or epoch.number != opening.epoch:
                     return
                 if shard.step + 1 == opening.step and NEVER != shard.prepared == opening.committed:
@@ -170,7 +170,7 @@ class Host:
                 ).start()
 
     def fill(self, key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
-        """Take the parameters of a trainer, unless there are some."""
+        """Take the parameters of a trainer, unless the host has some."""
         with self._office.changed:
             shard = self._find(key, number, spec)
             if shard is None:
@@ -181,7 +181,7 @@ class Host:
             return Fill(shard.shapes, shard.restored_from)
 
     def parameters(self, key: str, number: int, spec: Spec, step: int) -> Future[list[Tensor]]:
-        """The parameters after a step. RuntimeError if they are lost."""
+        """Return the parameters after a step. Raises RuntimeError if they are lost."""
         with self._office.changed:
             shard = self._find(key, number, spec)
         if shard is None:
@@ -195,7 +195,7 @@ class Host:
         )
 
     def _find(self, key: str, number: int, spec: Spec) -> Shard | None:
-        """The parameters of a shard, of the checkpoint if there are none here. The caller holds the lock."""
+        """Find the parameters of a shard, here or in the checkpoint. The caller holds the lock."""
         known = self._shards.get((key, number))
         path = _path(spec, key, number)
         if known is None and path is not None and path.exists():
@@ -212,11 +212,11 @@ class Host:
     # -- sums
 
     def _work(self, opening: Opening, number: int) -> None:
-        """Sum what comes for one shard in one generation. A loop on a thread of its own."""
+        """Sum the gradients for one shard in one generation. This loop runs on a thread of its own."""
         try:
             channel = Channel(channel_of(opening.key), epoch=opening.generation)
         except (ValueError, RuntimeError):
-            # It is over already.
+            # The generation is over already.
             return
         try:
             shard = None if opening.spec.optimizer is None else self._prepare(opening, number)
@@ -253,7 +253,7 @@ class Host:
 
     @staticmethod
     def _sum(channel: Channel, opening: Opening, tag: str, shard: Shard | None) -> None:
-        """Sum a part of a bucket. In each generation they are numbered."""
+        """Sum a part of a bucket. The parts of a generation are numbered."""
         names = opening.contributors
         posted = [channel.post(name, tag) for name in names]
         mean = _mean(names, [list(one.wait(0)) for one in posted])
@@ -274,7 +274,7 @@ class _Unfit(ValueError):
 
 
 def _mean(names: Sequence[str], values: Sequence[list[Tensor]]) -> list[Tensor]:
-    """The mean over trainers, in the memory of the first one's tensors. They are added in the order of ranks."""
+    """Compute the mean over trainers in the memory of the first one's tensors, adding in the order of ranks."""
     expected = [(tuple(tensor.shape), tensor.dtype) for tensor in values[0]]
     for name, value in zip(names, values, strict=True):
         got = [(tuple(tensor.shape), tensor.dtype) for tensor in value]
@@ -304,7 +304,7 @@ def _shown(shape: Any) -> str:
 
 
 def _add(total: Tensor, others: Sequence[Tensor], divisor: int) -> None:
-    """``total += each of others``, then ``/= divisor``, with one pass through memory instead of one for each."""
+    """Do ``total += other`` for each of ``others``, then ``/= divisor``, in one pass through memory."""
     is_flat = all(tensor.is_contiguous() for tensor in (total, *others))
     if is_flat and total.device.type == "cpu" and total.numel() > _STEP:
         parts = [total.view(-1).split(_STEP), *(other.view(-1).split(_STEP) for other in others)]

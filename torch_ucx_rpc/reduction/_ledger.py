@@ -12,7 +12,7 @@ from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Report, Spec
 
 
 class Next(enum.Enum):
-    """What a trainer does about an opening."""
+    """A trainer's reaction to an opening."""
 
     WAIT = enum.auto()
     # Take the state of the model.
@@ -21,35 +21,35 @@ class Next(enum.Enum):
     PUT = enum.auto()
     # Its step is closed: apply the means.
     CLOSE = enum.auto()
-    # Others have another state.
+    # Others have a later state.
     FALL_BEHIND = enum.auto()
     REFUSED = enum.auto()
     NO_HOST = enum.auto()
 
 
 class Standing:
-    """Where a trainer stands. For the attributes see `Report`."""
+    """The step of a trainer, and its progress in it. `Report` explains the attributes."""
 
     def __init__(self) -> None:
         self.step = self.committed = self.prepared = self.void = NEVER
         self.is_late = False
 
     def begin(self, step: int, committed: int) -> None:
-        """Have the state at the beginning of a step."""
+        """Begin a step with its state."""
         self.step, self.committed, self.prepared = step, committed, NEVER
 
     def close(self) -> None:
-        """Have applied the means that were prepared."""
+        """Close the step: the prepared means have been applied."""
         self.begin(self.step + 1, self.prepared)
         self.is_late = False
 
     def lose(self, is_late: bool) -> None:
-        """Have no state, so that of another is to be taken; late in the middle of a step."""
+        """Drop the state, so that another trainer's is taken; ``is_late`` in the middle of a step."""
         self.begin(NEVER, NEVER)
         self.is_late = is_late
 
     def judge(self, opening: Opening, me: str) -> Next:
-        """What is to be done about an opening of the epoch that is in force."""
+        """Choose the reaction to an opening of the epoch that is in force."""
         is_in = me in opening.recipients
         if self.step == NEVER:
             return Next.TAKE if is_in else Next.WAIT
@@ -70,7 +70,7 @@ class Ledger:
     Each change of a report is followed by `_decide`, which looks at all of them. Trainers are known by their names.
 
     Attributes:
-        openings (list): those that all trainers and hosts are to be told; the caller takes them away.
+        openings (list): openings for all trainers and hosts; the caller takes them away.
         left (set): trainers that have left the server, and are not expected to begin.
     """
 
@@ -87,7 +87,7 @@ class Ledger:
         is_static: bool = True,
         whole: int = 0,
     ) -> None:
-        """``first``: any report; ``whole`` steps are for all trainers at first, despite a quorum."""
+        """``first`` is any report. The first ``whole`` steps are for all trainers, despite a quorum."""
         self.openings: list[Opening] = []
         self.left = left
         self.quorum, self._expected = first.quorum, first.expected
@@ -95,16 +95,16 @@ class Ledger:
         self._is_static, self._whole = is_static, whole
         self._attempt = 0
         self._opening: Opening | None = None
-        # The state of the model is the one that the trainers have who report these two.
+        # Trainers that report these two have the state of the model.
         self._step, self._committed = 0, NEVER
         # The trainer whose own state is that of the model, until it reports that.
         self._first: str | None = None
         self._reports: dict[str, Report] = {}
 
-    # -- what is reported
+    # -- reports
 
     def resume(self, reports: Mapping[str, Report], kept: Iterable[Kept]) -> None:
-        """Go on from where the members stand when the epoch begins: what one has applied is committed."""
+        """Go on from the members' steps when the epoch begins: a step that one has applied is committed."""
         self._reports = {**reports}
         states = [(one.step, one.committed) for one in self._trainers().values()]
         states += [(one.step, one.committed) for one in kept]
@@ -113,20 +113,21 @@ class Ledger:
         self._decide()
 
     def update(self, name: str, report: Report) -> None:
-        """A trainer stands elsewhere now."""
+        """Take a trainer's newer report."""
         known = self._reports.get(name)
         if known is None or known.number < report.number:
             self._reports[name] = report
             self._decide()
 
     def leave(self, name: str) -> None:
-        """A trainer has left the server."""
+        """Take note that a trainer has left the server."""
         if name in self._reports:
             self._reports[name] = self._reports[name]._replace(has_left=True)
         self._decide()
 
     def refuse(self, number: int, name: str, reason: str) -> None:
-        """A host cannot make the step of a generation: the gradients of a trainer do not fit, or nobody's would."""
+        """Refuse the step of a generation, which a host cannot make: the gradients of one trainer do not fit, or none
+        would."""
         opening = self._opening
         if opening is not None and number == opening.generation:
             self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))
@@ -140,7 +141,7 @@ class Ledger:
 
     @property
     def trainers(self) -> tuple[str, ...]:
-        """Those that take part, or want to."""
+        """The trainers that take part, or want to."""
         return tuple(self._trainers())
 
     @property
@@ -166,7 +167,7 @@ class Ledger:
             self._reports[name] = self._reports[name]._replace(
                 step=self._step, committed=self._committed, prepared=NEVER, is_ready=False, is_late=False
             )
-        # Where the same workers go on, they do so in the same generation.
+        # The same workers go on in the same generation.
         self._opening = opening._replace(step=self._step, committed=self._committed, donors=opening.recipients)
         if self.quorum is not None:
             self._opening = self._opening._replace(contributors=())
@@ -194,7 +195,7 @@ class Ledger:
         return {name: one for name, one in self._reports.items() if not one.has_left and name in self._ranks}
 
     def _decide(self) -> None:
-        """Open a step where the present opening does not fit what is known."""
+        """Open a step if the present opening does not fit the reports."""
         trainers = self._trainers()
         if not trainers:
             if self._opening is not None:
@@ -233,7 +234,7 @@ class Ledger:
             self._open(*chosen, self._sorted(holders))
 
     def _holders(self, trainers: Mapping[str, Report]) -> set[str]:
-        """The trainers that have the state of the model, or will have applied what was committed."""
+        """Return the trainers that have the state of the model, or will have it after applying the committed step."""
         return {
             name
             for name, one in trainers.items()
@@ -243,7 +244,7 @@ class Ledger:
         }
 
     def _find_holders(self, trainers: Mapping[str, Report]) -> set[str]:
-        """Those whose state will be that of the model from now on, since nobody has it; none if it is too early."""
+        """Choose trainers whose state becomes the model's, since none has that; none if it is too early."""
         states = [(one.step, one.committed) for one in trainers.values() if one.step != NEVER]
         if states and self._spec.optimizer is None:
             self._step, self._committed = max(states)
@@ -253,7 +254,7 @@ class Ledger:
             return set()
         self._first = self._sorted(wanting or trainers)[0]
         if self._spec.optimizer is None or not self.has_begun:
-            # Whoever has taken another state at this step is to take this one.
+            # A trainer that has taken another state at this step must take this one.
             self._committed = generation(self._epoch, self._attempt + 1)
         return {self._first}
 

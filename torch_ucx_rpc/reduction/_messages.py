@@ -1,4 +1,4 @@
-"""What trainers, hosts and the decider of an epoch tell each other."""
+"""Messages between the trainers, hosts and decider of an epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 OptimizerFactory = Callable[[list[Any]], Any]
 
-# In the place of a step or a generation: there has been none.
+# Stands for "no step" and "no generation" so far.
 NEVER = -1
 # A generation is the number of an epoch with the number of an attempt in its low bits.
 _ATTEMPTS = 20
@@ -28,11 +28,11 @@ def generation(epoch: int, attempt: int) -> int:
 
 
 class Spec(NamedTuple):
-    """What `serve` was told, by every trainer alike."""
+    """The arguments of `serve`, equal in all trainers."""
 
     name: str
     hosts: tuple[str, ...]
-    # How many trainers the first step waits for, or which.
+    # The number or the names of the trainers that the first step waits for.
     expected: int | tuple[str, ...]
     # Makes the optimizer of a server that updates, as pickled bytes: factories do not compare.
     optimizer: bytes | None
@@ -41,24 +41,24 @@ class Spec(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Where a trainer stands in a model.
+    """The step of a trainer in a model, and its progress in it.
 
     Trainers with the same ``step`` and ``committed`` have the same state.
     """
 
     # Of several reports of one trainer, the largest number counts.
     number: int
-    # The step that it is in; NEVER if it has no state.
+    # The trainer's step; NEVER if it has no state.
     step: int = NEVER
-    # The generation in which the step before was closed, or the model was begun.
+    # The generation in which the previous step was closed, or the model was begun.
     committed: int = NEVER
     # The generation in which it has all means of its step.
     prepared: int = NEVER
-    # What it has put up to this generation does not count: its backward failed, or its time was over.
+    # Its gradients up to this generation do not count: its backward failed, or its time was over.
     void: int = NEVER
     # It has all gradients of its step.
     is_ready: bool = False
-    # It takes the state of another in the middle of its step, so its gradients do not count.
+    # It takes another trainer's state in the middle of its step, so its gradients do not count.
     is_late: bool = False
     has_left: bool = False
     quorum: int | None = None
@@ -66,7 +66,7 @@ class Report(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Where the parameters stand that a host keeps."""
+    """The step of the parameters that a host keeps."""
 
     step: int
     committed: int
@@ -74,12 +74,12 @@ class Kept(NamedTuple):
 
 
 class Knowledge(NamedTuple):
-    """What a member knows when an epoch begins."""
+    """The knowledge of a member when an epoch begins."""
 
     servers: dict[str, Spec]
-    # The servers that it has left.
+    # Servers that it has left.
     left: frozenset[str]
-    # By model.
+    # Reports by model.
     reports: dict[str, Report]
     kept: dict[str, Kept]
 
@@ -87,18 +87,18 @@ class Knowledge(NamedTuple):
 class Opening(NamedTuple):
     """The decider has opened a step of a model; it goes on with the next steps as they are closed.
 
-    It also tells that the step before was closed, in the generation ``committed``.
+    It also says that the previous step was closed, in the generation ``committed``.
     """
 
     key: str
     generation: int
     step: int
     committed: int
-    # In the order of ranks, in which gradients are added. With a quorum there are none before they have come.
+    # Trainers in the order of ranks, in which gradients are added. With a quorum, empty until enough are ready.
     contributors: tuple[str, ...]
-    # Those, and the late ones, which get the means and put nothing.
+    # The contributors, and late trainers, which get the means and put nothing.
     recipients: tuple[str, ...]
-    # Those that have the state at the beginning of the step.
+    # The trainers that have the state at the beginning of the step.
     donors: tuple[str, ...]
     # The host of each shard.
     hosts: tuple[str, ...]
@@ -114,9 +114,9 @@ class Opening(NamedTuple):
 
 
 def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept]) -> tuple[str, ...]:
-    """The host of each shard, of those that are left; none where trainers share the work.
+    """Return the living host of each shard; none if trainers share the work.
 
-    Of a shard whose parameters several hosts have, it is the one that is furthest.
+    If several hosts have the parameters of a shard, the furthest one is taken.
     """
     names = [name for name in spec.hosts if name in living]
     if spec.optimizer is None or not names:

@@ -1,4 +1,5 @@
-"""This worker among the others: `Office`, which knows the epoch and carries what trainers, hosts and decider say.
+"""This worker among the others: `Office`, which knows the epoch and carries the messages of trainers, hosts and
+decider.
 
 A message of another epoch than this worker's is dropped, or waits until the worker gets there.
 """
@@ -29,43 +30,43 @@ from torch_ucx_rpc.reduction._messages import Knowledge, Opening, Report, Spec, 
 
 _logger = logging.getLogger(__name__)
 
-# Between two looks at whether the epoch is in force.
+# Seconds between two checks whether the epoch is in force.
 _LOOK_AGAIN_S = 0.02
-# A host that was left out comes back after so long, and each time after twice as long.
+# Seconds after which a host that was left out comes back; they double each time.
 _COMING_BACK_S, _MOST_S = 1.0, 60.0
-# Between two looks for hosts that were started again.
+# Seconds between two looks for hosts that were started again.
 _CALLING_BACK_S = 0.5
 
 
 class TimedOut(Exception):
-    """What was waited for has not come in time."""
+    """The awaited event has not come in time."""
 
 
 class Trained(Protocol):
     """A model that this worker trains: `Steps`."""
 
-    # Why the decider does not take this trainer.
+    # The reason why the decider does not take this trainer.
     refusal: str | None
 
     def report(self) -> Report:
-        """Where the trainer stands. The caller holds the lock of the office."""
+        """Report the trainer's step. The caller holds the lock of the office."""
 
     def give(self) -> Future[Any]:
-        """The state of the model at the beginning of a step, with the names of that state."""
+        """Return the state of the model at the beginning of a step, with the names of that state."""
 
 
 class Office:
     """This worker's part in all models, in one life of it. Any thread may use it.
 
     Attributes:
-        name (str): of this worker.
+        name (str): name of this worker.
         epoch (Epoch): the last one that this worker has entered; None before the first.
-        changed (Condition): notified of epochs, openings and answers. Its lock guards what is here.
+        changed (Condition): notified of epochs, openings and answers. Its lock guards this object.
         steps (dict): the models that this worker trains, by key.
-        servers (dict): those that this worker has called `serve` for, by name.
-        left (set): those of them that it has left.
-        host (Host): what it does as a host.
-        numbers: of reports.
+        servers (dict): servers that this worker has called `serve` for, by name.
+        left (set): servers that it has left.
+        host (Host): its work as a host.
+        numbers: numbers of reports.
     """
 
     def __init__(self, life: Life) -> None:
@@ -79,9 +80,9 @@ class Office:
         self.host = Host(self)
         self.numbers = itertools.count()
         self._openings: dict[str, Opening] = {}
-        # Where this worker decides.
+        # The decider, if this worker decides.
         self._decider: Decider | None = None
-        # What came for an epoch that this worker is not in yet, or does not decide yet.
+        # Messages for an epoch that this worker has not entered, or does not decide yet.
         self._early: list[tuple[int, bool, Callable[[], None]]] = []
         self._coming_back_s = _COMING_BACK_S
         self._called_back = 0.0
@@ -107,7 +108,7 @@ class Office:
             for one in epoch.members:
                 self._call(one.name, _tell_all, epoch.number, then=functools.partial(self._learn, epoch, one.name))
         elif not self._is_in():
-            # A trainer that needs it comes back at once, by `keep_in`.
+            # A trainer that needs it comes back at once, through `keep_in`.
             delay, self._coming_back_s = self._coming_back_s, min(2 * self._coming_back_s, _MOST_S)
             self._later(delay, self.keep_in)
 
@@ -118,7 +119,7 @@ class Office:
         return self.epoch is not None and any(one.name == self.name for one in self.epoch.members)
 
     def keep_in(self) -> None:
-        """Come back if this worker was left out."""
+        """Rejoin if this worker was left out."""
         with self.changed:
             epoch = self.group.epoch
             if epoch is not None and self.group.me not in epoch.members and not self.life.is_over():
@@ -131,8 +132,9 @@ class Office:
         timer.start()
 
     def sleep(self, deadline: float | None) -> None:
-        """Wait until something has changed, with the lock held. TimedOut after the deadline."""
-        # Condition.wait without a limit does not see Ctrl-C on every platform. What is not in force may be so soon.
+        """Wait for a change, with the lock held. Raises TimedOut after the deadline."""
+        # Condition.wait without a limit does not see Ctrl-C on every platform. An epoch that is not in force may be so
+        # soon.
         longest = 0.1 if self.group.is_current() else _LOOK_AGAIN_S
         left = longest if deadline is None else min(longest, deadline - time.monotonic())
         if left <= 0:
@@ -140,7 +142,7 @@ class Office:
         self.changed.wait(left)
 
     def _at(self, number: int, decides: bool, act: Callable[[], None]) -> None:
-        """Do this once this worker is in an epoch; what concerns the decider, once that decides."""
+        """Run a function once this worker is in an epoch; one for the decider, once that decides."""
         with self.changed:
             is_early = number > self._number()
             if is_early or (decides and number == self._number() and self._decider and not self._decider.is_open):
@@ -162,7 +164,7 @@ class Office:
         *arguments: Any,
         then: Callable[[Future[Any]], None] | None = None,
     ) -> Future[Any] | None:
-        """Call a function of another worker; here, without RPC. A worker for which that fails is suspect."""
+        """Call a function of a worker, without RPC on this one. A worker becomes suspect if its call fails."""
         try:
             if name == self.name:
                 future: Future[Any] = getattr(function, "__wrapped__", function)(*arguments)
@@ -187,7 +189,7 @@ class Office:
         return future
 
     def notify(self) -> None:
-        """Wake all that wait for a change."""
+        """Wake all threads that wait for a change."""
         with self.changed:
             self.changed.notify_all()
 
@@ -198,7 +200,7 @@ class Office:
     # -- the beginning of an epoch
 
     def tell_all(self, number: int) -> Future[Knowledge]:
-        """What this worker knows, once it is in an epoch: from then on it takes nothing of an earlier one."""
+        """Return this worker's knowledge, once it is in an epoch. From then on it drops messages of earlier ones."""
         future: Future[Knowledge] = Future()
 
         def tell() -> None:
@@ -224,7 +226,8 @@ class Office:
     # -- the decider
 
     def ask(self, deadline: float | None, method: str, *arguments: Any) -> Any:
-        """Ask the decider of the epoch that is in force, and wait for its answer. TimedOut after the deadline."""
+        """Ask the decider of the epoch that is in force, and wait for its answer. Raises TimedOut after the
+        deadline."""
         while True:
             self.keep_in()
             with self.changed:
@@ -243,7 +246,7 @@ class Office:
         return self._call(epoch.decider.name, _decide, epoch.number, method, self.name, arguments, **options)
 
     def update(self, key: str, report: Report) -> None:
-        """Have the decider know where this trainer stands. The next opening may be the answer."""
+        """Report to the decider. The next opening may be the answer."""
         with self.changed:
             epoch = self.epoch if self._is_in() else None
 
@@ -254,12 +257,12 @@ class Office:
             elif answer is not None and (steps := self.steps.get(key)) is not None:
                 steps.refusal = answer
 
-        # In an epoch that this worker has not entered yet, it reports as it enters.
+        # When this worker enters an epoch, it reports anyway.
         if epoch is not None:
             self._ask(epoch, "update", (key, report), then=take)
 
     def decide(self, number: int, method: str, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        """Answer a request to the decider of an epoch; with None if that is over."""
+        """Answer a request to the decider of an epoch, with None if the epoch is over."""
         future: Future[Any] = Future()
 
         def act() -> None:
@@ -275,12 +278,12 @@ class Office:
         return future
 
     def _carry_out(self) -> None:
-        """Tell what the decider has decided."""
+        """Send the decider's decisions."""
         with self.changed:
             decider = self._decider
             if decider is None:
                 return
-            # Nothing is committed but in an epoch that is in force at this moment.
+            # A step is committed only in an epoch that is in force at this moment.
             is_late = decider.close(self.group.is_current)
             answers, openings = decider.take_mail()
         if is_late:
@@ -290,10 +293,10 @@ class Office:
         for name, opening in openings:
             self._call(name, _receive, opening)
 
-    # -- what has been decided
+    # -- decisions
 
     def receive(self, opening: Opening) -> None:
-        """Know of an opening. One of a later epoch waits until this worker enters that."""
+        """Take an opening. It waits if its epoch is later, until this worker enters that."""
         self._at(opening.epoch, False, lambda: self._take(opening))
 
     def _take(self, opening: Opening) -> None:
@@ -304,7 +307,7 @@ class Office:
             if known is not None and (known.generation, known.step) >= (opening.generation, opening.step):
                 return
             self._openings[opening.key] = opening
-            # Ends what waits for values of former generations.
+            # This ends all waits for values of earlier generations.
             channel = Channel(channel_of(opening.key), epoch=opening.generation)
             if opening.is_over and opening.key not in self.steps:
                 channel.close()
@@ -313,16 +316,16 @@ class Office:
         self.host.open(opening, is_new=known is None or known.generation != opening.generation)
 
     def opening(self, key: str) -> Opening | None:
-        """The last opening of a model, if it is of the epoch that is in force. The caller holds the lock."""
+        """Return the last opening of a model, if its epoch is in force. The caller holds the lock."""
         known = self._openings.get(key)
         return known if known is not None and known.epoch == self._number() and self.group.is_current() else None
 
     def is_last(self, opening: Opening) -> bool:
-        """Whether nothing newer is known, in force or not. The caller holds the lock."""
+        """Tell whether an opening is the latest known, in force or not. The caller holds the lock."""
         return self._openings.get(opening.key) is opening and opening.epoch == self._number()
 
     def forget(self, key: str) -> None:
-        """Have nothing to do with a model any more."""
+        """Drop a model."""
         with self.changed:
             self.steps.pop(key, None)
             if (known := self._openings.pop(key, None)) is not None:
@@ -330,14 +333,14 @@ class Office:
                     Channel(channel_of(key), epoch=known.generation).close()
 
     def refuse(self, opening: Opening, name: str, reason: str) -> None:
-        """Say that a step cannot be done: the gradients of a trainer do not fit, or nobody's would ("")."""
+        """Report that a step cannot be done: the gradients of one trainer do not fit, or none would ("")."""
         with self.changed:
             epoch = self.epoch
         if epoch is not None and epoch.number == opening.epoch:
             self._ask(epoch, "refuse", (opening.key, opening.generation, name, reason))
 
     def call_back(self, spec: Spec) -> None:
-        """Have hosts that were started again take part, in a group that workers may join; now and then."""
+        """Now and then bring in hosts that were started again, in a group that workers may join."""
         with self.changed:
             now, epoch = time.monotonic(), self.epoch
             if self.life.is_static or epoch is None or now < self._called_back + _CALLING_BACK_S:
@@ -385,7 +388,7 @@ def _come() -> None:
 
 @rpc.functions.async_execution
 def give(key: str) -> Future[Any]:
-    """The state of a model of this worker; None if it has let go of that."""
+    """Return the state of a model of this worker; None if it has dropped the model."""
     if (steps := office().steps.get(key)) is not None:
         return steps.give()
     nothing: Future[Any] = Future()
@@ -394,11 +397,11 @@ def give(key: str) -> Future[Any]:
 
 
 def fill(key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
-    """`Host.fill` of this worker."""
+    """Call `Host.fill` of this worker."""
     return office().host.fill(key, number, spec, tensors)
 
 
 @rpc.functions.async_execution
 def parameters(key: str, number: int, spec: Spec, step: int) -> Future[list[Tensor]]:
-    """`Host.parameters` of this worker."""
+    """Call `Host.parameters` of this worker."""
     return office().host.parameters(key, number, spec, step)

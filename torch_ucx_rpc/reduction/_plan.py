@@ -1,8 +1,8 @@
-"""How work is spread over the shards of a server: whole tensors (`spread`), and buckets of gradients (`plan`, `cut`).
+"""The spread of work over the shards of a server: whole tensors (`spread`), and buckets of gradients (`plan`, `cut`).
 
-Each bucket goes whole to one host, if that gives the hosts about equal shares: the answer is then the bucket's result
-as it has come, without a copy. Otherwise each bucket is cut into parts of 1 MiB or more, one for each host at most.
-All trainers plan alike, since all have the same tensors and buckets.
+Each bucket goes whole to one host, if that gives the hosts about equal shares: the answer is then the bucket's result,
+without a copy. Otherwise each bucket is cut into parts of 1 MiB or more, one for each host at most. All trainers plan
+alike, since all have the same tensors and buckets.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Of less, a message more costs more than what a host saves by having less. Measured between processes of one host.
+# For a smaller part, the extra message costs more than the host saves. Measured between processes of one host.
 _PART_BYTES = 1 << 20
-# A part begins where a cache line does.
+# A part begins at a cache line.
 _LINE_BYTES = 64
 # How much more than its share a host may have before buckets are cut.
 _UNEVEN = 1.3
 
 
 def spread(sizes: Sequence[int], shards: int) -> list[int]:
-    """The shard of each of these, so that all shards get about as much; the same in every process."""
+    """Return a shard for each of these sizes, so that all shards get about as much. Every process finds the same."""
     loads = [0] * shards
     assignment = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -30,7 +30,7 @@ def spread(sizes: Sequence[int], shards: int) -> list[int]:
 
 
 def difference(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> str:
-    """Where tensors of these shapes are not those that a server has."""
+    """Say where these shapes differ from a server's, if they do."""
     pairs = enumerate(zip(shapes, expected, strict=False))
     index = next((index for index, pair in pairs if pair[0] != pair[1]), min(len(shapes), len(expected)))
     return (
@@ -41,7 +41,7 @@ def difference(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, 
 
 
 class Part(NamedTuple):
-    """A part of a bucket, and the shard that sums it."""
+    """A part of a bucket, with the shard that sums it."""
 
     shard: int
     start: int
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def plan(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
-    """The parts of buckets, of which the number of elements and their size are given."""
+    """Return the parts of buckets, given as numbers and sizes of their elements."""
     nbytes = [numel * itemsize for numel, itemsize in sizes]
     whole = spread(nbytes, shards)
     loads = [0] * shards
@@ -62,14 +62,14 @@ def plan(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
 
 
 def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
-    """The parts of a bucket: for the shards that have had least, all of which come to the same level.
+    """Cut a bucket into parts for the shards with the least load, which all come to the same level.
 
-    ``loads`` are the bytes that the shards have had of this step, and are added to.
+    ``loads`` are the bytes of this step that each shard has; this adds to them.
     """
     nbytes = numel * itemsize
     least = sorted(range(len(loads)), key=lambda shard: (loads[shard], shard))
     count = max(1, min(len(loads), nbytes // _PART_BYTES))
-    # Those that have more than the level get nothing.
+    # Shards above the level get nothing.
     while loads[least[count - 1]] * count > sum(loads[shard] for shard in least[:count]) + nbytes:
         count -= 1
     level = (sum(loads[shard] for shard in least[:count]) + nbytes) / count

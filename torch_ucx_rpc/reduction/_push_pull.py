@@ -1,4 +1,4 @@
-"""`push_pull`: gradients pushed and results pulled by hand."""
+"""`push_pull`: gradients are pushed and results pulled by hand."""
 
 # mypy: allow-untyped-calls
 
@@ -24,18 +24,18 @@ def push_pull(server: Server, gradients: Tensor, *, quorum: int | None = None) -
 @overload
 def push_pull(server: Server, gradients: Iterable[Tensor], *, quorum: int | None = None) -> list[Tensor]: ...
 def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> Any:
-    """Push gradients and get back what the server makes of them, as tensors of their own.
+    """Push gradients, and return the server's results as new tensors.
 
-    Without an optimizer on the server that is the mean of all trainers' gradients, with one it is the new parameters.
+    Without an optimizer on the server, the result is the mean of all trainers' gradients, with one the new parameters.
 
     Args:
-        gradients: of all parameters, in the same order each time; or one tensor.
+        gradients: gradients of all parameters, in the same order each time; or one tensor.
         quorum (int): a step is complete with that many trainers, and the mean is theirs; the gradients of those that
             come later are dropped. The same for all trainers. (default: all that are there)
 
-    Raises TypeError for gradients that are no floating point numbers; ValueError for sparse ones, for those of another
-    shape than the server's, and for a quorum above the number of trainers; RuntimeError if a step is not completed
-    within ``rpc_timeout``, saying who was missing, if all hosts are lost, or if others have closed a step without this
+    Raises TypeError for gradients that are not floating point; ValueError for sparse gradients, for other shapes than
+    the server's, and for a quorum above the number of trainers; RuntimeError if a step is not completed within
+    ``rpc_timeout`` (naming the missing trainers), if all hosts are lost, or if others have closed a step without this
     trainer, so that it has missed a mean.
 
     Example::
@@ -46,7 +46,7 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
 
 
 def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None) -> Future[Any]:
-    """The same without waiting: a future. The gradients must not be written to before it is done."""
+    """Do `push_pull` without waiting. Returns a future. Do not write to the gradients before it is done."""
     check_type("server", Server, "what reduction.serve returns", server)
     is_one = isinstance(gradients, Tensor)
     if not is_one and not isinstance(gradients, Iterable):

@@ -38,17 +38,17 @@ from torch_ucx_rpc.reduction._office import Office, TimedOut, fill, office
 from torch_ucx_rpc.reduction._plan import difference, spread
 from torch_ucx_rpc.reduction._steps import ASKING_S, Contributors, Steps, rpc_deadline
 
-# The name of a server that is spread over its trainers.
+# Name of a server that is spread over its trainers.
 _TRAINERS = "trainers"
 
 
 class Server:
-    """What `serve` returns: the server as one trainer sees it. As a context manager, it leaves at the end.
+    """The result of `serve`: the server as one trainer sees it. As a context manager, it leaves at the end.
 
     Attributes:
-        name (str): tells it from others.
-        hosts (tuple[str, ...]): the workers that share it; none where the trainers do.
-        trainers (int): how many trainers the first step waits for; 1 where that is not known.
+        name (str): name of the server.
+        hosts (tuple[str, ...]): the workers that share it; none if the trainers do.
+        trainers (int): how many trainers the first step waits for; 1 if that is unknown.
     """
 
     def __init__(self, spec: Spec, models: tuple[int, ...]) -> None:
@@ -56,9 +56,10 @@ class Server:
         self.spec = spec
         self.has_left = False
         self.shapes: list[tuple[int, ...]] | None = None
-        # By kind: those of `push_pull`, which have no model to end with.
+        # Steps of `push_pull`, by kind: they do not end with a model.
         self.by_hand: dict[str, Steps] = {}
-        # Models have numbers, in the order in which they are made; a trainer that comes later begins with those of now.
+        # Models have numbers in the order in which they are made. A trainer that comes later begins with the present
+        # ones.
         self._numbers: Iterator[int] = itertools.chain(models, itertools.count(max(models, default=-1) + 1))
         self._steps: list[weakref.ref[Steps]] = []
 
@@ -76,14 +77,14 @@ class Server:
 
     @property
     def positions(self) -> dict[str, int]:
-        """How many steps each model of this trainer has done."""
+        """Number of steps that each model of this trainer has done."""
         return {steps.name: steps.standing.step for steps in self._living() if steps.standing.step != NEVER}
 
     @property
     def contributors(self) -> Contributors | None:
-        """Whose gradients are in the mean of the last step of this trainer; None before the first one.
+        """The contributors to the mean of this trainer's last step; None before the first one.
 
-        The names of their workers, the index of this trainer among them (None if it came late), and the divisor.
+        It has their workers' names, the index of this trainer among them (None if it came late), and the divisor.
         """
         return max(
             (steps.contributors_at for steps in self._living() if steps.contributors_at is not None),
@@ -91,7 +92,7 @@ class Server:
         )[1]
 
     def lost_hosts(self) -> tuple[str, ...]:
-        """The hosts that are in the present epoch no more."""
+        """The hosts that are no longer in the present epoch."""
         epoch = self.office.epoch
         members = {one.name for one in epoch.members} if epoch is not None else set()
         return tuple(name for name in self.hosts if name not in members)
@@ -106,7 +107,7 @@ class Server:
         self.leave()
 
     def leave(self) -> None:
-        """Take part no more: the other trainers go on without this one."""
+        """Leave: the other trainers go on without this one."""
         self.has_left = True
         for steps in self._living():
             steps.leave(is_told=False)
@@ -117,16 +118,16 @@ class Server:
             self.office.ask(time.monotonic() + ASKING_S, "leave", self.name)
 
     def make(self, kind: str, user: object, **options: Any) -> Steps:
-        """The steps of a new model; when ``user`` is gone, the others go on without this trainer."""
+        """Make the steps of a new model. When ``user`` is collected, the others go on without this trainer."""
         self.check()
         steps = self.make_by_hand(f"{kind}{next(self._numbers)}", **options)
-        # Whatever thread collects garbage may hold any lock.
+        # The thread that collects garbage may hold any lock.
         leave = threading.Thread(target=steps.leave, name="torch_ucx_rpc-leave", daemon=True)
         weakref.finalize(user, leave.start).atexit = False
         return steps
 
     def make_by_hand(self, name: str, **options: Any) -> Steps:
-        """Steps that this process takes part in, which the caller keeps: `make` says what the options mean."""
+        """Return steps that this process takes part in; the caller keeps them. `make` explains the options."""
         options.setdefault("expected", self.spec.expected)
         steps = Steps(self.name, name, **options)
         self._steps = [one for one in self._steps if one() is not None]
@@ -137,12 +138,12 @@ class Server:
         return [steps for one in self._steps if (steps := one()) is not None]
 
     def check(self) -> None:
-        """RuntimeError if this trainer has left."""
+        """Raise RuntimeError if this trainer has left."""
         if self.has_left:
             raise RuntimeError(f"this trainer has left {self!r}: call reduction.serve again to take part")
 
     def check_quorum(self, quorum: int | None) -> None:
-        """ValueError for a quorum that there can never be."""
+        """Raise ValueError for a quorum that is impossible."""
         if quorum is None:
             return
         check_count("quorum", 1, "a number of trainers", quorum)
@@ -154,7 +155,7 @@ class Server:
             )
 
     def check_shapes(self, tensors: Sequence[Tensor]) -> None:
-        """ValueError for tensors of other shapes than the first ones."""
+        """Raise ValueError for tensors of other shapes than the first ones."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if self.shapes is not None and shapes != self.shapes:
             raise ValueError(
@@ -164,7 +165,7 @@ class Server:
 
 
 class _Servers:
-    """The servers that this worker uses, by name."""
+    """Servers that this worker uses, by name."""
 
     def __init__(self, life: Life) -> None:
         self.lock = threading.Lock()
@@ -190,23 +191,23 @@ def serve(
     checkpoint_every: int = 100,
     name: str | None = None,
 ) -> Server:
-    """The server that sums the gradients of several trainers; every trainer calls this alike.
+    """Return the server that sums the gradients of several trainers. Every trainer calls this with the same arguments.
 
     Args:
         hosts: names of the workers that share the work; they need not call anything. Without any, the trainers share
-            it themselves.
+            it.
         trainers: how many trainers the first step waits for, or the names of their workers (default: in a group of
-            fixed size, all workers but the hosts; otherwise 1). Later ones take part as soon as they come.
-        parameters: tensors that the hosts keep and update, for `push_pull`; the first trainer's are taken.
+            fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
+        parameters: tensors that the hosts keep and update, for `push_pull`; the first trainer's values are taken.
         optimizer: makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD, lr=0.1)``.
             It must be picklable.
-        checkpoint (str): folder in which the hosts save parameters and optimizer, for one that takes over or is started
-            anew; all hosts must see it.
-        checkpoint_every (int): updates between two of these. (default: 100)
-        name (str): tells apart servers with the same hosts.
+        checkpoint (str): folder in which the hosts save parameters and optimizer, for a host that takes over or
+            restarts; all hosts must see it.
+        checkpoint_every (int): updates between two checkpoints. (default: 100)
+        name (str): distinguishes servers with the same hosts.
 
-    Raises ValueError for a host that is no worker of the job, naming those that come close, and for arguments other
-    than the first trainer's; RuntimeError where RPC is not running or all hosts are lost.
+    Raises ValueError for a host that is not a worker of the job (naming similar names), and for arguments other than
+    the first trainer's; RuntimeError if RPC is not running or all hosts are lost.
 
     Example::
 
@@ -241,9 +242,9 @@ def serve(
 
 
 def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
-    """Have the decider know the server; return the numbers of the models that are being trained.
+    """Register the server with the decider. Returns the numbers of the models in training.
 
-    ``absent``: the refusal of a host that is not there, unless others know the server.
+    ``absent`` is the refusal for an absent host, unless others know the server.
     """
     own = office()
     try:
@@ -262,7 +263,7 @@ def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
 
 
 def _give_parameters(server: Server, tensors: list[Tensor]) -> None:
-    """Have the hosts keep parameters: the first trainer's. ValueError where the others have had other shapes."""
+    """Give the hosts the first trainer's parameters. Raises ValueError if a later trainer's have other shapes."""
     shards = len(server.hosts)
     of = spread([tensor.numel() for tensor in tensors], shards)
     key = f"{server.name}/parameters"
@@ -315,7 +316,7 @@ def _check_hosts(hosts: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _absent(names: tuple[str, ...], life: Life) -> str | None:
-    """A refusal where a name is no living worker's, unless others know the server: then it has died."""
+    """Return a refusal if no living worker has a name. If others know the server, the host has died."""
     workers = [info.name for info in life.living()]
     for name in names:
         if name not in workers:
@@ -368,7 +369,7 @@ def _check_state(optimizer: Any, parameters: list[Any] | None, checkpoint: Any, 
 
 
 def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) -> None:
-    """Refuse here what the hosts could not use."""
+    """Raise for parameters or an optimizer that the hosts could not use."""
     if not parameters:
         raise ValueError("a server that updates needs parameters, and parameters is empty: give model.parameters()")
     for index, parameter in enumerate(parameters):
@@ -412,7 +413,7 @@ def _check_trainers(trainers: Any) -> None:
 
 
 def _expected(trainers: int | Sequence[str] | None, names: tuple[str, ...], life: Life) -> int | tuple[str, ...]:
-    """How many trainers the first step waits for, or which, where that is known."""
+    """Return the number or the names of the trainers that the first step waits for."""
     workers = [info.name for info in life.agent.get_worker_infos()]
     if trainers is None:
         return (tuple(name for name in workers if name not in names) or (life.info.name,)) if life.is_static else 1

@@ -27,18 +27,18 @@ from torch_ucx_rpc.reduction._plan import cut, plan, spread
 
 _logger = logging.getLogger(__name__)
 
-# For what is asked after a failure, or on leaving: the decider may hang.
+# Seconds for questions after a failure, or on leaving: the decider may hang.
 ASKING_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Contributors:
-    """Whose gradients are in the mean of a step.
+    """The trainers whose gradients are in the mean of a step.
 
     Attributes:
-        names (tuple[str, ...]): their workers, in the order of ranks.
+        names (tuple[str, ...]): names of the workers, in the order of ranks.
         index (int or None): the place of this trainer among them; None if it came late.
-        divisor (int): how many they are, which is what the sum was divided by; the same for all buckets.
+        divisor (int): their number, by which the sum was divided; the same for all buckets.
     """
 
     names: tuple[str, ...]
@@ -50,14 +50,14 @@ class Copy(Protocol):
     """The state of a model, which other trainers may take."""
 
     def state(self) -> Any:
-        """What `load` takes, as it is now."""
+        """Return the present state, for `load`."""
 
     def load(self, state: Any) -> None:
-        """Take over the state of another trainer."""
+        """Load the state of another trainer."""
 
 
 class _Part(NamedTuple):
-    """A part of a bucket that goes to one host, and where its means go."""
+    """A part of a bucket that goes to one host, and the memory for its means."""
 
     shard: int
     tensors: list[Tensor]
@@ -67,7 +67,7 @@ class _Part(NamedTuple):
 class Steps:
     """One model of this trainer: its gradients go to the hosts, and their means come back when a step is closed.
 
-    One thread at a time uses it, but for `give` and `report`.
+    One thread at a time uses it, except for `give` and `report`.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class Steps:
         is_cut: bool = True,
         sizes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``copy``: how a late trainer gets the state of another; ``keeps``: the hosts have the parameters.
+        """``copy`` gives a late trainer the state of another. With ``keeps`` the hosts have the parameters.
 
-        With ``is_cut`` each bucket is one flat tensor, of which each host gets a part; else each of its tensors goes
-        whole to one host. ``sizes``: the buckets of each step, if they are known, as numbers of elements and bytes of
-        each.
+        With ``is_cut`` each bucket is one flat tensor, of which each host gets a part; otherwise each of its tensors
+        goes whole to one host. ``sizes`` describes the buckets of each step, if known: numbers of elements, and bytes
+        of one.
         """
         self.key = f"{server}/{name}"
         self.name = name
         self.standing = Standing()
-        # Of the last step, and when that was.
+        # Contributors of the last step, and its time.
         self.contributors_at: tuple[float, Contributors] | None = None
-        # Why the decider does not take this trainer.
+        # The reason why the decider does not take this trainer.
         self.refusal: str | None = None
         self._office: Office = office()
         self._expected, self._quorum = expected, quorum
@@ -102,26 +102,26 @@ class Steps:
         self._buckets: list[list[Tensor]] = []
         # Memory for the means of each bucket, which the next step uses again.
         self._results: list[list[Tensor]] = []
-        # The generation in which buckets are put, and how many parts have been for each shard.
+        # The generation in which buckets are put, and the number of parts so far for each shard.
         self._generation = NEVER
         self._counts: list[int] = []
-        # Of this step: how many buckets have been put, their bytes for each shard, and what is expected.
+        # In this step: number of buckets put, their bytes for each shard, and the posted means.
         self._sent = 0
         self._loads: list[int] = []
         self._posted: list[Any] = []
         self._prepared_by = Contributors((), None, 0)
         # An opening that has failed: another one will come.
         self._tried: Opening | None = None
-        # Parameters are as they were at the beginning of the step, until that is closed: others may have them.
+        # Until the step is closed, parameters are as they were at its beginning, so others may have them.
         self._is_begun = False
         self._requests: list[Future[Any]] = []
-        # Of the first trainer of all, until its first step is closed: a forward changes buffers.
+        # State of the very first trainer, until its first step is closed: a forward changes buffers.
         self._first_state: Any = None
 
     # -- taking part
 
     def report(self, *, has_left: bool = False) -> Report:
-        """Where this trainer stands. The caller holds the lock of the office."""
+        """Report this trainer's step. The caller holds the lock of the office."""
         at = self.standing
         return Report(
             next(self._office.numbers),
@@ -143,11 +143,11 @@ class Steps:
 
     @property
     def is_busy(self) -> bool:
-        """A step has been put, and is not closed."""
+        """A step has been put, but is not closed."""
         return bool(self._buckets)
 
     def begin(self, takes_state: bool = True) -> None:
-        """Take part: together with the first trainers, or with the state of another one."""
+        """Join, either with the first trainers or with the state of another one."""
         copy = self._copy
         if not takes_state:
             self._copy = None
@@ -167,7 +167,7 @@ class Steps:
             self._copy = copy
 
     def leave(self, is_told: bool = True) -> None:
-        """Take part no more. The others are told; if they cannot be, they see it."""
+        """Leave. If the report does not reach the others, they notice the end of this trainer."""
         with self._office.changed:
             is_in = self._office.steps.get(self.key) is self
             self.standing = Standing()
@@ -183,7 +183,7 @@ class Steps:
     # -- a step
 
     def begin_step(self) -> None:
-        """The parameters are those of the beginning of a step from now on."""
+        """Note that the parameters are those of the beginning of a step."""
         with self._office.changed:
             self._is_begun = True
             self._give_to_all()
@@ -201,12 +201,12 @@ class Steps:
             try:
                 self._send(opening)
             except (RuntimeError, ValueError) as error:
-                # `finish` finds out how to go on.
+                # `finish` finds out how to continue.
                 _logger.debug("%s: a bucket of %s was not put: %s", self._office.name, self.key, error)
                 self._fail(opening)
 
     def finish(self) -> list[list[Tensor]]:
-        """Wait until the step is closed; return the means of each bucket. The next step begins.
+        """Wait until the step is closed, and return the means of each bucket. The next step begins.
 
         Raises ValueError if the gradients do not fit those of others, and RuntimeError if the step was not closed
         within ``rpc_timeout``, or this trainer is cut off. The step may be put again then.
@@ -216,7 +216,7 @@ class Steps:
             self._go_on(rpc_deadline(), until_closed=True)
             results = self._results
             if not self._is_cut:
-                # They are the caller's.
+                # The caller owns them now.
                 self._results = []
             return results
         except Exception as error:
@@ -234,7 +234,7 @@ class Steps:
             self._forget_step()
 
     def drop(self) -> None:
-        """Give up a step of which only a part was put; the next `put` begins it again."""
+        """Give up a step that was put only in part. The next `put` begins it again."""
         if self._buckets:
             self._give_up()
             self._forget_step()
@@ -250,12 +250,12 @@ class Steps:
             opening = self._office.opening(self.key)
             self.standing.void = self._generation if opening is None else opening.generation
         if self.standing.prepared != self.standing.void:
-            # What still comes must find other memory.
+            # Late means may still be written into the old memory.
             self._results = []
         self._say()
 
     def _go_on(self, deadline: float | None, *, until_closed: bool) -> None:
-        """Do what openings say, until this trainer has the state of the model, or its step is closed."""
+        """Follow openings until this trainer has the state of the model, or its step is closed."""
         with self._office.changed:
             is_new = self._office.steps.get(self.key) is not self
             if is_new:
@@ -279,7 +279,7 @@ class Steps:
                 self._put_all(opening, deadline)
 
     def _next(self, deadline: float | None) -> tuple[Opening, Next]:
-        """The next thing to do."""
+        """Return the next action."""
         with self._office.changed:
             while True:
                 self._office.keep_in()
@@ -304,7 +304,7 @@ class Steps:
                     raise
 
     def _put_all(self, opening: Opening, deadline: float | None) -> None:
-        """Put what has not been put, and wait for the means."""
+        """Put the remaining buckets, and wait for the means."""
         try:
             self._send(opening)
             for posted in self._posted:
@@ -328,7 +328,7 @@ class Steps:
         self._say()
 
     def _fail(self, opening: Opening) -> None:
-        # What still comes must find other memory.
+        # Late means may still be written into the old memory.
         self._tried, self._results = opening, []
 
     def _close(self) -> None:
@@ -356,7 +356,7 @@ class Steps:
         self._say()
 
     def _take_state(self, opening: Opening, deadline: float | None) -> None:
-        """Have the state of a donor; a model that is equal everywhere needs none."""
+        """Load the state of a donor. A model that is equal everywhere needs none."""
         is_first = self._office.name in opening.donors
         step, committed = opening.step, opening.committed
         if not is_first and self._copy is not None:
@@ -365,7 +365,7 @@ class Steps:
                 if (found := self._ask_for_state(donor, opening, deadline)) is not None:
                     break
             if found is None:
-                # They have left, or died.
+                # These donors have left, or died.
                 self._tried = opening
                 return
             state, step, committed = found
@@ -392,7 +392,7 @@ class Steps:
             return None
 
     def give(self) -> Future[Any]:
-        """The state of the model at the beginning of a step, with the step."""
+        """Return the state of the model at the beginning of a step, with the step."""
         future: Future[Any] = Future()
         with self._office.changed:
             self._requests.append(future)
@@ -410,10 +410,10 @@ class Steps:
         for future in requests:
             future.set_result(given)
 
-    # -- what travels
+    # -- transfers
 
     def _send(self, opening: Opening) -> None:
-        """Put the buckets that have not been put in this opening, and expect their means."""
+        """Put the buckets that this opening does not have yet, and post their means."""
         if self._generation != opening.generation:
             self._generation, self._counts = opening.generation, [0] * len(opening.hosts)
             self._sent, self._posted = 0, []
@@ -450,7 +450,7 @@ class Steps:
             parts = cut(flat.numel(), flat.element_size(), self._loads)
         return [_Part(part.shard, [flat[part.start : part.stop]], [result[part.start : part.stop]]) for part in parts]
 
-    # -- what goes wrong
+    # -- failures
 
     def _missing(self) -> str:
         if not self._office.group.is_current():
@@ -467,7 +467,7 @@ class Steps:
         return "the decider of its epoch does not answer"
 
     def parameters_of(self, shards: set[int]) -> dict[int, list[Tensor]]:
-        """With an optimizer on the hosts: the parameters of these shards, after the last step."""
+        """Return the parameters of these shards after the last step, from hosts with an optimizer."""
         deadline = rpc_deadline()
         values: dict[int, list[Tensor]] = {}
         tried: Opening | None = None
@@ -497,7 +497,7 @@ def _fits(results: list[Tensor], tensors: list[Tensor]) -> bool:
 
 
 def rpc_deadline() -> float | None:
-    """When ``rpc_timeout`` is over from now on; None without one."""
+    """Return the time at which ``rpc_timeout`` ends; None without one."""
     timeout = get_rpc_timeout()
     return time.monotonic() + timeout if timeout else None
 
