@@ -1,8 +1,8 @@
 """One-way tensors between workers: a value goes from one worker to a tag on another, and waits there to be taken.
 
 A channel is faster than a call: no function runs at the receiver, no thread is woken for it, and nothing is pickled. A
-value that is large goes straight into tensors that the receiver has posted. Pipelines, parameter servers and rings are
-made of it.
+large value goes straight into tensors that the receiver has posted. Pipelines, parameter servers and rings are built on
+channels.
 
 * `Channel`: the values of one group of workers, in one epoch at a time
 * `Sent`: a value on its way
@@ -21,7 +21,7 @@ Values of a later epoch wait until the receiver gets there.
 How the package is laid out:
 
 * ``_channel``    the public classes
-* ``_rpc_slots``  carries values by calls, for other backends than UCX
+* ``_rpc_slots`` values carried by calls, for other backends than UCX
 """
 
 from torch_ucx_rpc.channel._channel import Channel, Posted, Sent

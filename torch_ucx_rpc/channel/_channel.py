@@ -33,8 +33,8 @@ class Posted(Protocol):
     def wait(self, timeout: float | None = None) -> Value:
         """Return the value as it was put: a tensor, or a list of tensors.
 
-        With tensors that were posted, these are returned, with the value in them. ``timeout`` is in seconds; None means
-        the agent's ``rpc_timeout``, and 0 means no limit. For the errors see `Channel.take`.
+        If tensors were posted, they receive the value and are returned. ``timeout`` is in seconds; None means the
+        agent's ``rpc_timeout``, and 0 means no limit. For the errors see `Channel.take`.
         """
 
 
@@ -77,8 +77,8 @@ class Channel:
         Do not change a large tensor until ``wait`` of the result has returned, or the receiver has told you that it has
         the value. A tensor up to 32 KiB is copied at once.
 
-        The call blocks while the receiver has more than a bounded number of bytes from this worker that it has not
-        taken: 8 MiB of small tensors, or 256 MiB altogether.
+        The call blocks while the receiver holds too much untaken data of this worker: more than 8 MiB of small tensors,
+        or 256 MiB altogether.
 
         Args:
             to: name of the receiver; it may be this worker.
@@ -87,9 +87,8 @@ class Channel:
             timeout: seconds to block for at most; None means the agent's ``rpc_timeout``, and 0 means no limit.
 
         Raises:
-            EpochEnded: the receiver is in a later epoch of the group.
-            CallTimedOut: the receiver has not made room in time.
-            WorkerLost, WorkerLeft, UnknownWorker: the receiver is not there.
+            EpochEnded: the receiver is in a later epoch of the group. CallTimedOut: the receiver has not made room in
+            time. WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver, or no longer.
         """
         _check(to, str, "to", "the name of a worker (str)")
         _check(tag, str, "tag", "a str")
@@ -106,9 +105,9 @@ class Channel:
             timeout: seconds; None means the agent's ``rpc_timeout``, and 0 means no limit.
 
         Raises:
-            CallTimedOut: no value has come in time. The text names the tag and the sender.
-            EpochEnded: this process has advanced the group in the meantime, or closed it.
-            WorkerLost, WorkerLeft: the sender is gone, and the value has not come. Only with UCX.
+            CallTimedOut: no value has come in time. The message names the tag and the sender. EpochEnded: this process
+            has advanced the group in the meantime, or closed it. WorkerLost, WorkerLeft: the sender has gone before the
+            value came. Raised only with UCX.
         """
         return self.post(source, tag).wait(timeout)
 
@@ -120,11 +119,11 @@ class Channel:
         *,
         timeout: float | None = None,
     ) -> None:
-        """Wait for a value, and have it in these tensors. See `take` and `post`."""
+        """Wait for a value, and receive it in these tensors. See `take` and `post`."""
         self.post(source, tag, into).wait(timeout)
 
     def post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None = None) -> Posted:
-        """Say that a value is expected, before it comes. It then travels while this worker does something else.
+        """Announce that a value is expected, before it comes. It then travels while this worker does other work.
 
         Args:
             source: name of the sender.
@@ -143,7 +142,7 @@ class Channel:
         return self._slots.post(self._group, self._epoch, source, tag, tensors, is_single)
 
     def advance(self, epoch: int) -> None:
-        """Go to a later epoch: drop the values of earlier ones, and end what waits for them with EpochEnded.
+        """Go to a later epoch: drop the values of earlier ones, and end waits for them with EpochEnded.
 
         Raises ValueError if this process has the group in a later epoch.
         """
@@ -152,14 +151,14 @@ class Channel:
         self._epoch = epoch
 
     def close(self) -> None:
-        """Drop all values of the group, and end what waits for them with EpochEnded."""
+        """Drop all values of the group, and end waits for them with EpochEnded."""
         self._slots.close(self._group)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._group!r}, epoch={self._epoch})"
 
 
-# The values of this process: the agent's, or on another backend than UCX those that calls bring.
+# Return the values of this process: the agent's, or on another backend than UCX the values of calls.
 slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else rpc_slots())
 
 

@@ -23,7 +23,7 @@ Key = tuple[int, str, str]  # epoch, source, tag
 class _Value(NamedTuple):
     tensors: list[torch.Tensor]
     is_single: bool
-    # None when the value has been taken; else why it was dropped.
+    # None once the value has been taken; otherwise the reason why it was dropped.
     taken: torch.futures.Future[str | None]
 
 
@@ -34,7 +34,7 @@ class RpcSlots:
     values here.
     """
 
-    # The bytes that a sender may have under way to one worker before `put` blocks.
+    # Bytes that a sender may have under way to one worker before `put` blocks.
     LENT_BYTES = 256 * 1024 * 1024
     # A value up to this size is copied, so that its sender may change it at once.
     COPIED_BYTES = 32 * 1024
@@ -42,7 +42,7 @@ class RpcSlots:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        # Guarded by the condition:
+        # The condition guards these:
         self._epochs: dict[str, int] = {}
         self._values: dict[str, dict[Key, deque[_Value]]] = {}
         self._lent: dict[str, int] = {}
@@ -204,7 +204,7 @@ def _deadline(timeout: float | None) -> float | None:
     return None if seconds == 0 else time.monotonic() + seconds
 
 
-# The values of this process.
+# Return the values of this process.
 rpc_slots = PerLife(lambda life: RpcSlots(life.info.name))
 
 

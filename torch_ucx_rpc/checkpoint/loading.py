@@ -23,7 +23,7 @@ from torch_ucx_rpc.checkpoint.saving import await_saves_into
 
 __all__ = ["load"]
 
-# Elements of a tensor that is worth a look at its file of its own.
+# Elements of a tensor for which a separate read of its file pays.
 _LARGE = 1 << 18
 
 # Loads between their two rounds.
@@ -36,14 +36,14 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Waits
     for an unfinished save into the folder.
 
-    Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
+    Raises CheckpointError, which names the worker and the missing entries; FileNotFoundError if there is no checkpoint.
     """
     check_type("state", Mapping, "a dict", state)
     check_path("path", path)
     path = str(pathlib.Path(path).absolute())
     await_saves_into(path)
     if not pathlib.Path(path).is_dir():
-        # This raises an error that says so.
+        # This raises the error for a folder without a checkpoint.
         storage.read_metadata(path)
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
@@ -69,7 +69,7 @@ def _turn_in(path: str) -> Iterator[None]:
 
 
 def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
-    """The parts of the files that this worker wants; raises if the files lack one."""
+    """Plan the parts of the files that this worker wants. Raises if the files lack one."""
     reader = FileSystemReader(path)
     metadata = storage.read_metadata(path)
     paths: Mapping[str, Path] = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
@@ -116,7 +116,7 @@ def _read(session: str) -> None:
 
 
 def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
-    """Large tensors one at a time: torch's reader has the former in memory still while it reads the next."""
+    """Read large tensors one at a time: torch's reader keeps one in memory while it reads the next."""
     small = []
     for item in plan.items:
         if math.prod(item.lengths) < _LARGE:

@@ -16,7 +16,7 @@ from torch_ucx_rpc.checkpoint import optimizers
 
 __all__ = ["CheckpointError", "Part", "Path", "parts_of", "run_everywhere", "under"]
 
-# Keys from the top of a state down to a value.
+# The keys from the top of a state down to a value.
 Path = tuple[Any, ...]
 
 
@@ -40,11 +40,11 @@ class Part(NamedTuple):
     apply: Callable[..., None]
     args: tuple[Any, ...] = ()
     optional: bool = False
-    """A checkpoint without it is loaded all the same."""
+    """Whether a checkpoint without this part can be loaded."""
 
 
 def parts_of(state: Mapping[str, Any]) -> list[tuple[Path, Part]]:
-    """The parts of a state, each with the path at which it stands."""
+    """Collect the parts of a state, each with its path."""
     return list(_walk((), state))
 
 
@@ -91,7 +91,7 @@ def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
 
 
 def _state_behind(rref: Any) -> dict[str, Any]:
-    """The state of an RRef's object, on its owner."""
+    """Return the state of an RRef's object, on its owner."""
     return _state(rref.local_value())
 
 
@@ -140,12 +140,12 @@ def under(path: Path, inner: dict[str, Any], into: dict[str, Any]) -> None:
 
 
 def own_name() -> str | None:
-    """Name of this worker; None without RPC."""
+    """Return the name of this worker; None without RPC."""
     return rpc.get_worker_info().name if _is_current_rpc_agent_set() else None
 
 
 def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple[Path, Part]]]:
-    """The parts of each worker; those of this process, which may be no worker, under None."""
+    """Group parts by worker. Parts of this process, which may be outside RPC, are under None."""
     here = own_name()
     found: dict[str | None, list[tuple[Path, Part]]] = {None: []}
     for path, part in parts:
@@ -154,7 +154,7 @@ def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple
 
 
 def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Runs on a worker, and returns an exception as an answer: RPC would also write a raised one to the worker's
+    """Run a function on a worker, and return its exception: RPC would also write a raised one to the worker's
     stderr."""
     try:
         return True, function(*args)
@@ -165,8 +165,8 @@ def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any
 def run_everywhere(
     what: str, function: Callable[..., Any], arguments: Mapping[str | None, tuple[Any, ...]]
 ) -> dict[str | None, Any]:
-    """Call ``function`` on each worker with its arguments, and here with those of None. Raises CheckpointError for the
-    first failure."""
+    """Call ``function`` on each worker with its arguments, and here with those under None. Raises CheckpointError for
+    the first failure."""
     futures = {}
     failures: list[tuple[str, Exception]] = []
     results: dict[str | None, Any] = {}

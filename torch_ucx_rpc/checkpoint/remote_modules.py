@@ -1,6 +1,6 @@
 """Methods of nn.Module that torch's RemoteModule refuses; users have asked for them since 2020 (pytorch #50346).
 
-Each method is one call to the module's owner. ``state_dict`` brings the values here. For a module that does not fit,
+Each method is one call to the module's owner. ``state_dict`` brings the values here. If a module does not fit here,
 give the RemoteModule itself to `save`.
 """
 
@@ -31,20 +31,20 @@ def _load(rref: Any, state: dict[str, Any], strict: bool, assign: bool) -> tuple
 
 
 def state_dict(self: Any, *, prefix: str = "", **_: Any) -> dict[str, Any]:
-    """Copies of the remote module's state, on the CPU."""
+    """Return copies of the remote module's state, on the CPU."""
     found = rpc.rpc_sync(self.on, _state, (self.module_rref,))
     return {prefix + name: value for name, value in found.items()}
 
 
 def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Like ``nn.Module.load_state_dict``, on the remote module."""
+    """Do ``nn.Module.load_state_dict`` on the remote module."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     return _IncompatibleKeys(*rpc.rpc_sync(self.on, _load, (self.module_rref, dict(state_dict), strict, assign)))
 
 
 def train(self: Any, mode: bool = True) -> Any:
-    """Like ``nn.Module.train``, on the remote module."""
+    """Do ``nn.Module.train`` on the remote module."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "train", (mode,), {}))
     # A plain attribute of the module, which torch does not send along with a RemoteModule.
     self.training = mode
@@ -52,18 +52,18 @@ def train(self: Any, mode: bool = True) -> Any:
 
 
 def eval(self: Any) -> Any:
-    """Like ``nn.Module.eval``, on the remote module."""
+    """Do ``nn.Module.eval`` on the remote module."""
     return self.train(False)
 
 
 def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
-    """Like ``nn.Module.requires_grad_``, on the remote module."""
+    """Do ``nn.Module.requires_grad_`` on the remote module."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "requires_grad_", (requires_grad,), {}))
     return self
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """Like ``nn.Module.zero_grad``, on the remote module. Gradients of distributed autograd live in their contexts
+    """Do ``nn.Module.zero_grad`` on the remote module. Gradients of distributed autograd live in their contexts
     instead."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "zero_grad", (), {"set_to_none": set_to_none}))
 

@@ -1,7 +1,7 @@
 """`save`: every worker plans and writes its own part; the caller merges the plans and writes the metadata.
 
 Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of everything behind), the
-second writes. Tensors go from their worker to the file and nowhere else.
+second writes. Tensors go only from their worker to the file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["SaveFuture", "save"]
 
 
 class SaveFuture(concurrent.futures.Future[None]):
-    """A save that is being written. ``result()``, or ``wait()`` as torch's futures have it, raises CheckpointError if
-    it failed."""
+    """A save that is being written. ``result()`` and ``wait()``, torch's name for it, raise CheckpointError if it
+    failed."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is written, for ``timeout`` seconds (default: None, no limit)."""
@@ -41,7 +41,7 @@ _planned: dict[str, tuple[_Planner, storage.Writer, list[torch.Tensor]]] = {}
 # Copies of the last asynchronous save, for the next one: fresh memory costs more than the copying.
 _spare_memory: list[torch.Tensor] = []
 _staging = threading.Lock()
-# The last save into each folder, as long as it is not written.
+# The last unfinished save into each folder.
 _last_into: dict[str, SaveFuture] = {}
 _turns = threading.Lock()
 
@@ -52,14 +52,14 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
     Args:
         state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules,
             modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be pickled.
-        path: the same folder for all workers; where it is relative, it is this process's. Files of a former checkpoint
-            there are removed once the new one is whole.
-        asynchronous: return as soon as each worker has copied its part, and write behind. Saves into one folder are
-            written one after the other, those of one process in the order of their calls.
+        path: the same folder for all workers; a relative path counts from this process's directory. Files of an earlier
+            checkpoint there are removed once the new one is whole.
+        asynchronous: return as soon as each worker has copied its part, and write in the background. Saves into one
+            folder are written one after the other, those of one process in the order of their calls.
 
     Returns None, or the future of an asynchronous save.
 
-    Raises CheckpointError that names the worker. The folder then keeps its earlier contents.
+    Raises CheckpointError, which names the worker. The folder then keeps its earlier contents.
     """
     check_type("state", Mapping, "a dict", state)
     check_path("path", path)
@@ -185,7 +185,7 @@ def _give_up(session: str, path: str, workers: Sequence[str | None]) -> None:
 
 
 class _Pickled(io.BytesIO):
-    """The bytes that DCP writes for a value that is no tensor."""
+    """Return the bytes that DCP writes for a value other than a tensor."""
 
 
 class _Planner(DefaultSavePlanner):
@@ -210,7 +210,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _copy_into(spare: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    # In the order of the last save, so the first one fits nearly always.
+    # Copies are in the order of the last save, so the first one fits nearly always.
     fitting = (one for one in spare if one.dtype == tensor.dtype and one.shape == tensor.shape)
     memory = next(fitting, None)
     if memory is None:

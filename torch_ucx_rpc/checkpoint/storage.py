@@ -1,9 +1,9 @@
 """DCP's files, safe against an end in the middle of a save.
 
 The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place
-in one rename. So the folder holds the whole former checkpoint until the rename, and the new one after it.
+in one rename. So the folder holds the whole earlier checkpoint until the rename, and the new one after it.
 
-A save removes the files of all others, so processes take turns in a folder, by `turn_in`.
+A save removes the files of all others, so processes take turns in a folder, with `turn_in`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA = ".metadata"
 # Seconds until a file of another host must be seen here. Network file systems look at a folder again after some time.
 _UNTIL_SEEN_S = 5.0
 
-# Another process's turn in a folder: the seconds until a warning, until an error, and between two looks.
+# While another process has its turn in a folder: seconds until a warning, until an error, and between two looks.
 _LONG_TURN_S, _LONGEST_TURN_S, _POLL_S = 10.0, 600.0, 0.02
 
 
@@ -44,7 +44,7 @@ class Writer(FileSystemWriter):
         self._session = session
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Without torch's warning of a present checkpoint, which stays until this one is whole.
+        # Skip torch's warning of a present checkpoint, which stays until this one is whole.
         self.fs.mkdir(self.path)
         return plan
 
@@ -55,7 +55,7 @@ class Writer(FileSystemWriter):
         ]
 
     def missing(self, results: list[Any]) -> str | None:
-        """A file that another worker has written, and that does not appear here."""
+        """A file that another worker has written, but that does not appear here."""
         give_up_at = time.monotonic() + _UNTIL_SEEN_S
         for name in {result.storage_data.relative_path for result in results}:
             while not Path(self.path, name).exists():
@@ -65,7 +65,7 @@ class Writer(FileSystemWriter):
         return None
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Make the files of ``results`` the checkpoint, and remove the former one's."""
+        """Make the files of ``results`` the checkpoint, and remove the earlier one's."""
         metadata.storage_data = {result.index: result.storage_data for some in results for result in some}
         metadata.storage_meta = self.storage_meta()
         metadata.version = _version()
@@ -100,7 +100,7 @@ def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            # By name, since a child forked during the turn has the file open too.
+            # Unlock by name, since a child forked during the turn has the file open too.
             with contextlib.suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_UN)
     finally:
@@ -151,7 +151,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove data files of other saves: the former one's, and those of unfinished ones."""
+    """Remove data files of other saves: of the earlier one, and of unfinished ones."""
     for file in folder.glob("__*.distcp"):
         if file.name not in kept:
             file.unlink(missing_ok=True)
@@ -160,13 +160,13 @@ def remove_others(folder: Path, kept: set[str]) -> None:
 
 
 def remove_files_of(path: str, session: str) -> None:
-    """After a save that failed."""
+    """Remove the files of a failed save."""
     for file in Path(path).glob(f"__{session}*"):
         file.unlink(missing_ok=True)
 
 
 def read_metadata(path: str) -> Metadata:
-    """Raises FileNotFoundError with a sentence where there is no checkpoint."""
+    """Raises FileNotFoundError, with a sentence, if there is no checkpoint."""
     try:
         return FileSystemReader(path).read_metadata()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The public functions but for the calls themselves."""
+"""The public functions, except the calls themselves."""
 
 # mypy: allow-untyped-calls
 
@@ -25,7 +25,7 @@ from torch_ucx_rpc.services._table import Offer, Service, names_of, owners_of, s
 
 _logger = logging.getLogger(__name__)
 
-# A watch looks so often whether RPC has been shut down.
+# Seconds between two looks of a watch whether RPC has been shut down.
 _GLANCE_S = 1.0
 
 
@@ -39,7 +39,7 @@ class Member(NamedTuple):
 
 
 def role_of(worker: str) -> str:
-    """The role of a worker: its name without the number at the end."""
+    """Return the role of a worker: its name without the number at the end."""
     return worker.rstrip("0123456789").rstrip("-_:/.") or worker
 
 
@@ -53,15 +53,15 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
     every worker can call the name.
 
     Args:
-        name (str): of the service, not empty.
-        function: anything callable: a function, a bound method, a module. It need not be picklable, it stays here. One
-            decorated with ``rpc.functions.async_execution`` returns a future, and is answered with its result.
-        idempotent (bool): executing a call twice does no harm, so that it is repeated with another replica when one is
-            lost. (default: False)
+        name (str): name of the service, not empty.
+        function: anything callable: a function, a bound method, a module. It stays here, so it need not be picklable.
+            If ``rpc.functions.async_execution`` decorates it, it returns a future, whose result is the answer.
+        idempotent (bool): executing a call twice does no harm, so it is repeated with another replica when one is lost.
+            (default: False)
 
-    Raises `NameTaken`, saying by which worker, if the name is a value, has another ``idempotent``, or is registered by
+    Raises `NameTaken`, which names the owner, if the name is a value, has another ``idempotent``, or is registered by
     this worker already; TypeError if ``function`` cannot be called; RuntimeError if no worker decides on names for
-    ``rpc_timeout``. Nothing is registered then, on no worker.
+    ``rpc_timeout``. After an error the name is not registered on any worker.
 
     Example::
 
@@ -90,9 +90,9 @@ def register_all(functions: Mapping[str, Callable[..., Any]], *, idempotent: boo
 
 
 def pair(name: str, value: Any) -> None:
-    """Let any worker `get` this value, which stays on this worker, by a name that no other worker has.
+    """Let any worker `get` this value, which stays here, by a name that no other worker has.
 
-    Raises `NameTaken`, saying by which worker. `unregister` takes the name away again.
+    Raises `NameTaken`, which names the owner. `unregister` removes the name.
 
     Example::
 
@@ -113,7 +113,7 @@ def _offer(things: Mapping[str, Any], offer_of: Callable[[Any], Offer]) -> None:
                 f"the name {taken[0]!r} is taken: this worker, {known.info.name!r}, offers it already; call "
                 f"services.unregister({taken[0]!r}) first"
             )
-        # Others may call it before the decision has come back.
+        # Others may call it before the decision arrives here.
         for name, value in things.items():
             known.served[name] = added[name] = Served(name, value)
     try:
@@ -123,7 +123,7 @@ def _offer(things: Mapping[str, Any], offer_of: Callable[[Any], Offer]) -> None:
 
 
 def _keep_only_offered(known: Directory, changed: Mapping[str, Served]) -> None:
-    """After a change, which may have failed: serve of these what this worker offers."""
+    """After a change, which may have failed: serve those of these names that this worker offers."""
     with known.lock:
         for name, service in changed.items():
             # Another thread may have registered the name again.
@@ -132,14 +132,14 @@ def _keep_only_offered(known: Directory, changed: Mapping[str, Served]) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take back what this worker offers by a name; replicas of others stay. Calls that run go on.
+    """Stop offering a name on this worker; replicas on others stay. Running calls go on.
 
     Raises `UnknownName` if this worker does not offer it.
     """
     check_str("name", name)
     known = directory()
     service, offers = known.served.get(name), known.own.offers
-    # A name that another thread is about to register is not there yet.
+    # A name that another thread is about to register does not count yet.
     if service is None or name not in offers:
         own = ", ".join(map(repr, sorted(offers))) or "nothing"
         raise UnknownName(f"this worker, {known.info.name!r}, does not offer {name!r}; it offers {own}")
@@ -153,7 +153,7 @@ def unregister(name: str) -> None:
 
 
 def get(name: str) -> Any:
-    """A reference (``rpc.RRef``) to the value that was given the name by `pair`, wherever it is.
+    """Return a reference (``rpc.RRef``) to the value that `pair` has named, on any worker.
 
     Raises `UnknownName` if no worker offers it, TypeError if it is a service.
 
@@ -173,7 +173,7 @@ def get(name: str) -> Any:
 
 
 def members(*, role: str | None = None) -> list[Member]:
-    """The living workers by rank, or those of a role."""
+    """Return the living workers by rank, or those of a role."""
     if role is not None:
         check_str("role", role)
     known = directory()
@@ -187,7 +187,7 @@ def members(*, role: str | None = None) -> list[Member]:
 
 
 def names() -> list[Service]:
-    """All names that living workers offer, sorted."""
+    """Return all names that living workers offer, sorted."""
     known = directory()
     known.sync()
     with known.lock:
@@ -195,14 +195,14 @@ def names() -> list[Service]:
 
 
 def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT) -> Service:
-    """Wait until as many workers offer a name, and return which.
+    """Wait until enough workers offer a name, and return it as a `Service`.
 
     Args:
-        name (str): of a service or of a value.
+        name (str): name of a service or of a value.
         replicas (int): how many workers, at least. (default: 1)
         timeout (float): in seconds. (default: ``rpc_timeout``; 0 for none)
 
-    Raises TimeoutError, saying who offers the name.
+    Raises TimeoutError, which lists the workers that offer the name.
 
     Example::
 
@@ -229,11 +229,11 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
 
 
 def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]:
-    """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ends to offer a name.
+    """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ceases to offer a name.
 
-    The first call tells how it is now, also if no worker offers it. Calls come one after the other, on a thread of
-    their own; what they raise is logged. Of changes during a call the next one tells the last state. Returns a function
-    that ends it, as the shutdown of RPC does.
+    The first call has the present state, even if no worker offers the name. Calls come one after the other, on a thread
+    of their own; their exceptions are logged. After changes during a call, the next one has the last state. Returns a
+    function that ends the watch, as the shutdown of RPC does.
 
     Example::
 
@@ -273,12 +273,12 @@ def call_role(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> list[Future[Any]]:
-    """Call a function on every living worker of a role, this one included if it has it: futures, by rank.
+    """Call a function on every living worker of a role, also on this one if it has the role. Returns futures, by rank.
 
-    ``function`` travels as in ``rpc_async``, so it must be importable there; a str is the name of a service, of which
-    those are called that offer it.
+    ``function`` travels as in ``rpc_async``, so it must be importable there. A str is the name of a service; only
+    workers of the role that offer it are called.
 
-    Raises `UnknownName` if no worker has the role, saying which roles there are, or none of it offers the service.
+    Raises `UnknownName` if no worker has the role (listing the roles), or none with the role offers the service.
 
     Example::
 
@@ -313,14 +313,14 @@ def call_role(
 
 
 def statistics() -> tuple[ServiceStatistics, ...]:
-    """What this worker has served, by name; nothing where RPC is not running or this worker offers nothing."""
+    """Return the counts of calls that this worker has served, by name; empty if RPC is not running."""
     known = directory.last()
-    # The agent of a former life may be held by somebody still.
+    # A user may still hold the agent of an earlier life.
     return () if known is None or known.life.is_over() or not directory.is_made() else _statistics_of(known)
 
 
 def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:
-    """The same of the worker of an agent that may not be running."""
+    """Return the counts for the worker of an agent, which may not be running."""
     known = directory.last()
     return () if known is None or not known.life.is_of(agent) else _statistics_of(known)
 

@@ -1,7 +1,7 @@
-"""Calls by name: how a call finds its replica, and what happens when a replica is lost.
+"""Calls by name: the choice of a replica, and repetition when a replica is lost.
 
 A call is one request to one replica. The first call of a name makes its `Route`, which is dropped when the table
-changes. With several replicas a call takes the one with the fewest open calls of this worker; replicas with as few take
+changes. With several replicas a call takes the one with the fewest open calls of this worker; equal replicas take
 turns.
 """
 
@@ -49,7 +49,7 @@ class Replica:
 
 
 class Route:
-    """How a name is called."""
+    """The way to call a name."""
 
     __slots__ = ("_turn", "function", "idempotent", "is_plain", "name", "only", "replicas")
 
@@ -60,12 +60,12 @@ class Route:
         self.idempotent = offer.idempotent
         self.replicas = replicas
         self.only = replicas[0] if len(replicas) == 1 else None
-        # Nothing is to be done when a call ends, whichever way.
+        # A plain call needs no action at its end, in success or failure.
         self.is_plain = self.only is not None and not self.idempotent and tells_ends
         self._turn = 0
 
     def pick(self, tried: Sequence[Replica] = ()) -> Replica | None:
-        """The least loaded replica of those that have not been tried, with one more call."""
+        """Pick the least loaded replica not tried yet, and count one more call on it."""
         best, replicas = None, self.replicas
         count = len(replicas)
         with _counting:
@@ -86,7 +86,7 @@ class Route:
 
 
 def check_timeout(value: Any) -> None:
-    # Whatever torch takes: numbers of NumPy's, too.
+    # Accept all that torch accepts, NumPy's numbers too.
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise wrong_type("timeout", "a number of seconds, 0 for no limit", value)
 
@@ -96,7 +96,7 @@ def unknown(name: str) -> UnknownName:
 
 
 def route_to(name: str) -> Route:
-    """The route of a name; UnknownName if no worker offers it."""
+    """Return the route of a name. Raises UnknownName if no worker offers it."""
     check_str("name", name)
     known = directory()
     made: Route | None = known.routes.get(name)
@@ -110,7 +110,7 @@ def route_to(name: str) -> Route:
     with known.lock:
         replicas = [known.replicas.setdefault(owner.life, Replica(owner)) for owner in owners]
         route = Route(name, owners, replicas, known.life.tells_ends)
-        # It may have changed meanwhile.
+        # The table may have changed since the lookup.
         if known.look_up(name) == owners:
             known.routes[name] = route
     return route
@@ -120,16 +120,16 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
     """Call a service and return its result: one request to the least loaded living replica.
 
     Args:
-        name (str): of the service.
+        name (str): name of the service.
         *args: its positional arguments.
         **kwargs: its keyword arguments.
-        timeout (float): in seconds, as of ``rpc_sync`` (default: ``rpc_timeout``; 0 for none). A parameter of the
-            service that has this name can be given by position only.
+        timeout (float): in seconds, as in ``rpc_sync`` (default: ``rpc_timeout``; 0 for none). If the service has a
+            parameter of this name, pass that by position.
 
     If the replica is lost and the service is idempotent, the call is repeated with another one, as often as there are
-    replicas. A replica that does not offer the name any more has executed nothing, and another one is called too.
+    replicas. A replica that no longer offers the name has executed nothing, so another one is called.
 
-    Raises what the service raises; `UnknownName` if no worker offers the name; `ReplicasLost` if the replica was lost
+    Raises the service's exception; `UnknownName` if no worker offers the name; `ReplicasLost` if the replica was lost
     and the call cannot be repeated.
 
     Example::
@@ -155,10 +155,10 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
 
 def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Future[Any]:
-    """The same as `call` without waiting: a future of the result.
+    """Do `call` without waiting. Returns a future of the result.
 
-    Raises `UnknownName` at once; everything else the future raises. Where there is one replica, and the call would not
-    be repeated, that is the future of ``rpc_async``, with the errors of that: RuntimeErrors that name the worker.
+    Raises `UnknownName` at once; the future raises all other errors. With one replica and a call that would not be
+    repeated, the result is the future of ``rpc_async`` with its errors: RuntimeErrors that name the worker.
     """
     if timeout is not UNSET_RPC_TIMEOUT:
         check_timeout(timeout)
@@ -211,12 +211,12 @@ def _end(replica: Replica) -> None:
 
 
 def _next(route: Route, tried: Sequence[Replica]) -> tuple[Route, Replica]:
-    """The replica to be called next, with the call counted as open."""
+    """Return the replica to call next, with the call counted as open."""
     try:
         if tried:
             route = route_to(route.name)
         if (replica := route.pick(tried)) is None:
-            # Others may offer the name by now, and this worker has not heard of them yet.
+            # New replicas may offer the name without this worker's knowledge.
             directory().sync()
             route = route_to(route.name)
             replica = route.pick(tried)
@@ -235,14 +235,14 @@ def _all_lost(name: str, tried: Sequence[Replica]) -> ReplicasLost:
 
 
 def _judge(route: Route, replica: Replica, error: BaseException, tried: list[Replica]) -> None:
-    """After a failed call: return if it may be repeated with another replica, raise if not."""
+    """After a failed call: return if it may be repeated with another replica; otherwise raise."""
     tried.append(replica)
     if was_not_served(error, replica.info.name, route.name):
         return
     if not was_lost(error):
         raise error
     if not (known := directory()).life.tells_ends:
-        # On UCX the agent says so, of which life it is.
+        # On UCX the agent reports which life has ended.
         known.drop(replica.info.name, replica.life)
     if not route.idempotent:
         raise ReplicasLost(

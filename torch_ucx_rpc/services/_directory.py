@@ -1,4 +1,4 @@
-"""One worker's part in keeping the names of the job: `Directory`. docs/development/membership.md says what holds."""
+"""One worker's part in the table of names: `Directory`. docs/development/membership.md has the invariants."""
 
 # mypy: allow-untyped-calls
 
@@ -27,18 +27,18 @@ _logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-# After so much silence a worker is no member. One question to another worker lasts no longer.
+# Seconds of silence after which a worker is left out. A question to another worker lasts no longer.
 LIMIT_S = 3.0
 _PAUSE_S = 0.01
-# Where calls have no timeout.
+# Seconds to wait if calls have no timeout.
 _PATIENCE_S = 60.0
 
-# The epoch in which a decider began, and how many changes it has granted since.
+# The epoch in which a decider began, and the number of changes that it has granted since.
 Position = tuple[int, int]
 
 
 class Update(NamedTuple):
-    """The owners that have changed between two positions; without ``base``, the whole table."""
+    """Owners that have changed between two positions; without ``base``, the whole table."""
 
     base: Position | None
     at: Position
@@ -46,14 +46,14 @@ class Update(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """What a worker may offer, by the decider of an epoch."""
+    """A decider's permission for a worker's offers."""
 
     epoch: int
     owner: Owner
 
 
 class Told(NamedTuple):
-    """What a member tells a new decider: what it offers, and its copy of what workers outside the epoch offer."""
+    """A member's report to a new decider: its own offers, and its copy of the offers of workers outside the epoch."""
 
     own: Owner
     is_settled: bool
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 
 class Directory:
-    """What one life of this worker offers, and its copy of the table. Any thread may use it."""
+    """The offers of one life of this worker, and its copy of the table. Any thread may use it."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
@@ -70,10 +70,10 @@ class Directory:
         self.lock = threading.RLock()
         # Notified when the table has changed, and with each epoch.
         self.changed = threading.Condition(self.lock)
-        # By name of the worker. An owner that has ended may be there without offers.
+        # Owners by name of the worker. One that has ended may remain, without offers.
         self.owners: dict[str, Owner] = {}
         self.own = Owner(life.info.name, life.info.id, life.number, 0, {})
-        # For the callers and the callee: by name how it is called, and the thing that is called; by life the replica.
+        # For callers, routes by name and replicas by life; for the callee, the served things by name.
         self.routes: dict[str, Any] = {}
         self.replicas: dict[int, Any] = {}
         self.served: dict[str, Any] = {}
@@ -81,13 +81,13 @@ class Directory:
         self._ended: set[int] = set()
         self._epoch: Epoch | None = None
         self._lives: dict[str, int] = {}
-        # Of this worker's claims.
+        # Lock and number of this worker's claims.
         self._changing = threading.Lock()
         self._version = 0
-        # False while the decider may not know what this worker offers.
+        # False while the decider may not know this worker's offers.
         self._is_settled = True
         self._is_settling = False
-        # The decider's: whether it has the table of this epoch, or else what the members have told it so far.
+        # On the decider: whether it has the table of this epoch, and until then the members' reports.
         self._has_table = False
         self._told: dict[Member, Told] = {}
         self._granted_at: dict[str, int] = {}
@@ -97,14 +97,14 @@ class Directory:
         self._group.subscribe(lambda _: self._enter())
         life.watch(self._on_gone)
 
-    # ---------------------------------------------------------------------------------------- what this worker knows
+    # ----------------------------------------------------------------------------------------------- this worker's copy
 
     def sync(self, patience: float | None = None) -> None:
-        """Take over all that the decider knows."""
+        """Update this copy from the decider."""
         self.hear(self._from_decider(lambda to: self._on(to, _since, self._at), "for the names of the job", patience))
 
     def look_up(self, name: str) -> list[Owner]:
-        """The owners of a name by rank, and of them those that are heard, if any are."""
+        """Return the owners of a name by rank; only members of the epoch, if there are any."""
         if not owners_of(self.owners, name):
             self.sync()
         with self.lock:
@@ -112,20 +112,20 @@ class Directory:
             return [one for one in owners if self._is_member(one)] or owners
 
     def lasts(self) -> bool:
-        """False once RPC has been shut down."""
+        """Tell whether RPC still runs."""
         return directory.is_made() and directory.last() is self
 
     def drop(self, worker: str, life: int) -> None:
-        """Forget a worker that cannot be called any more, on a backend that does not say so."""
+        """Forget a worker that cannot be called any more, on a backend that does not report ends."""
         self.life.lose(worker)
         self._end(worker, life)
         self._group.suspect(worker)
 
     def hear(self, update: Update) -> Position:
-        """Take in what the decider has sent; the position of this copy then."""
+        """Apply an update of the decider. Returns the position of this copy after it."""
         base, at = update.base, update.at
         with self.lock:
-            # Where something is missing, the decider sends what follows the position of this copy.
+            # If changes are missing, the decider sends all from the position of this copy on.
             if at > self._at and (base is None or (base[0] == self._at[0] and base <= self._at)):
                 self._has_table &= at[0] == self._at[0]
                 self._at = at
@@ -141,7 +141,7 @@ class Directory:
         self.changed.notify_all()
 
     def _is_member(self, one: Owner) -> bool:
-        # Workers have one life in the groups of other backends.
+        # On other backends a worker has one life.
         return self._lives.get(one.worker) == (one.life if self.life.tells_ends else 0)
 
     def _on_gone(self, gone: Gone) -> None:
@@ -152,20 +152,20 @@ class Directory:
             self._ended.add(life)
             owner = self.owners.get(worker)
             if owner is not None and owner.life == life and owner.offers:
-                # The decider tells workers that have not seen the end, too.
+                # The decider also tells workers that have not seen the end.
                 (self._grant if self._has_table else self._take)(owner._replace(offers={}))
 
     # ---------------------------------------------------------------------------------------- what this worker offers
 
     def change(self, added: dict[str, Offer] | None = None, removed: tuple[str, ...] = ()) -> None:
-        """Offer other names than before, if the decider agrees. NameTaken if it does not."""
+        """Change the offered names, if the decider agrees. Raises NameTaken if it does not."""
         added = added or {}
         asked = 0
 
         def ask(to: WorkerInfo) -> WorkerInfo | bool | None:
             nonlocal asked
             asked += 1
-            # A late question has an earlier version, and is dropped.
+            # The decider drops a late question, which has an earlier version.
             self._version += 1
             own = self.own.without(removed)
             claim = own._replace(version=self._version, offers={**own.offers, **added})
@@ -188,12 +188,12 @@ class Directory:
                 self._from_decider(ask, "to decide on a name")
             except BaseException as error:
                 if asked > 1 or not isinstance(error, NameTaken):
-                    # A question that was not answered may be granted yet.
+                    # An unanswered question may still be granted.
                     self._settle()
                 raise
 
     def _settle(self) -> None:
-        """Have the decider told again what this worker offers, by another thread."""
+        """Have another thread report this worker's offers to the decider again."""
         with self.lock:
             self._is_settled = False
             if not self._is_settling:
@@ -215,7 +215,7 @@ class Directory:
     # ------------------------------------------------------------------------------------------------- as the decider
 
     def judge(self, claim: Owner, new: tuple[str, ...]) -> Grant | str | WorkerInfo | None:
-        """Grant a member what it claims; or say why it cannot have a new name, or which worker decides."""
+        """Grant a member's claims, or return the reason against a new name, or the worker that decides."""
         with self.lock:
             if not self._decides() or self._epoch is None or not self._is_member(claim):
                 return self._decider()
@@ -231,12 +231,12 @@ class Directory:
             return Grant(self._epoch.number, owner)
 
     def since(self, at: Position) -> Update | WorkerInfo | None:
-        """What has changed since a position; or which worker decides."""
+        """Return the changes since a position, or the worker that decides."""
         with self.lock:
             return self._update_since(at) if self._decides() else self._decider()
 
     def tell(self, names: tuple[str, ...]) -> Told:
-        """Tell a new decider, whose epoch has these members."""
+        """Report to a new decider, whose epoch has these members."""
         with self.lock:
             absent = tuple(one for one in self.owners.values() if one.worker not in names)
             return Told(self.own, self._is_settled, self._at, absent)
@@ -263,13 +263,13 @@ class Directory:
         )
 
     def _send_all(self) -> None:
-        # At position 0 nothing has been granted yet.
+        # At position 0 no change has been granted yet.
         if self._has_table and self._at[1]:
             for one in self._members():
                 self._send(one)
 
     def _send(self, one: Member) -> None:
-        """Send a member what it lacks. What comes until it has heard is sent together afterwards."""
+        """Send a member the changes that it lacks. Changes until its answer are sent together afterwards."""
         heard = self._heard.get(one, (0, 0))
         if one.name == self.info.name or one in self._sending or heard >= self._at:
             return
@@ -324,7 +324,7 @@ class Directory:
 
     def _take_over(self, epoch: Epoch) -> None:
         self._has_table, self._told = False, {}
-        # Before the first epoch of a group nothing has been granted.
+        # Before the first epoch of a group no change has been granted.
         others = [one for one in epoch.members if one.name != self.info.name] if epoch.number > 1 else []
         for one in others:
             try:
@@ -344,7 +344,7 @@ class Directory:
             try:
                 self._told[one] = done.value()
             except RuntimeError as error:
-                # Without it nothing can be decided. The next epoch begins.
+                # The decider needs this member's report. Leave it out, which begins another epoch.
                 _logger.debug("%s does not tell what it offers: %s", one.name, error)
                 self._group.suspect(one.name)
                 return
@@ -352,9 +352,9 @@ class Directory:
                 self._complete(epoch)
 
     def _complete(self, epoch: Epoch) -> None:
-        """Make the table of what all members have told."""
+        """Build the table from the members' reports."""
         told = [self.tell(tuple(self._lives)), *self._told.values()]
-        # Members that have settled have no names in conflict. The others will learn which of theirs are taken.
+        # Settled members have no names in conflict. The others will learn which of their names are taken.
         owners = [one.own for one in sorted(told, key=lambda one: (not one.is_settled, one.own.rank))]
         owners += max(told, key=lambda one: one.at).absent
         table: dict[str, Owner] = {}
@@ -369,7 +369,7 @@ class Directory:
     # ---------------------------------------------------------------------------------------------- asking the decider
 
     def _on(self, worker: WorkerInfo, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
-        """Call a function of those below, on another worker or here."""
+        """Call one of the functions below, on another worker or here."""
         if worker.name == self.info.name:
             return function(*arguments)
         answer: _Answer = rpc.rpc_sync(worker, function, args=arguments, timeout=LIMIT_S)
@@ -378,14 +378,14 @@ class Directory:
     def _from_decider(
         self, ask: Callable[[WorkerInfo], _Answer | WorkerInfo | None], what: str, patience: float | None = None
     ) -> _Answer:
-        """What the decider answers, whichever worker that is by then."""
+        """Return the decider's answer, even if the decider changes during the question."""
         patience = patience or get_rpc_timeout() or _PATIENCE_S
         deadline = time.monotonic() + patience
         known, turn, failed = None, 0, None
         while True:
             self._enter()
             living = self.life.living()
-            # A newcomer knows no decider yet. Others may.
+            # A newcomer does not know a decider yet, but others may.
             to = known or self._decider() or living[turn % len(living)]
             known, turn = None, turn + 1
             try:

@@ -1,4 +1,4 @@
-"""What the services raise: RuntimeErrors, as all of RPC's, with types of their own."""
+"""Exceptions of the services: RuntimeErrors like all of RPC's, with types of their own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from torch_ucx_rpc._workers.lost import was_raised_there
 
 
 class NameTaken(RuntimeError):
-    """A name cannot be registered: the text says which worker has it, and what to do."""
+    """A name cannot be registered: the message names its owner and the remedy."""
 
 
 class UnknownName(LookupError, RuntimeError):
-    """No worker offers the name, or has the role: the text says which names come close."""
+    """No worker offers the name, or has the role: the message lists similar names."""
 
 
 class NotServed(LookupError, RuntimeError):
-    """The called worker does not offer the name, or no longer; it has executed nothing."""
+    """The called worker does not offer the name (any more), and has executed nothing."""
 
 
 class ReplicasLost(RuntimeError):
@@ -26,5 +26,5 @@ def text_of_not_served(worker: str, name: str) -> str:
 
 
 def was_not_served(error: BaseException, worker: str, name: str) -> bool:
-    """True if this worker refused this name itself. A service that it executed may have raised the same type."""
+    """Tell whether this worker has refused the name. A service that it executed may have raised the same type."""
     return was_raised_there(error, NotServed) and text_of_not_served(worker, name) in str(error)

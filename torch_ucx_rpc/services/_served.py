@@ -1,4 +1,4 @@
-"""What this worker serves: the callee's side of calls by name."""
+"""The callee's side of calls by name."""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -15,14 +15,14 @@ from torch_ucx_rpc.services._errors import NotServed, text_of_not_served
 
 
 class Served:
-    """What this worker serves under a name, and how often it was called."""
+    """The thing that this worker serves under a name, and the number of its calls."""
 
     __slots__ = ("calls", "errors", "name", "open", "value")
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
         self.value = value
-        # CPython does not switch threads within the statements that count.
+        # CPython does not switch threads within the counting statements.
         self.calls = self.open = self.errors = 0
 
 
@@ -69,7 +69,7 @@ def serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
 
     try:
         future = service.value(*args, **kwargs)
-        # What rpc_async returns is one of torch's own, which torch.futures.Future is made of.
+        # rpc_async returns torch's internal type, the base of torch.futures.Future.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"{service.name!r} is decorated with rpc.functions.async_execution, so it must return a "

@@ -1,4 +1,4 @@
-"""What workers offer by name, as values without a network: `Owner` and `Service`."""
+"""Workers' offers by name, as values without a network: `Owner` and `Service`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Offer(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """One life of a worker with all that it offers. A later version replaces an earlier one."""
+    """One life of a worker with all its offers. A later version replaces an earlier one."""
 
     worker: str
     rank: int
@@ -56,7 +56,7 @@ def names_of(owners: Mapping[str, Owner]) -> list[str]:
 
 
 def hint_for(owners: Mapping[str, Owner], name: str) -> str:
-    """For an error: names that are close to an unknown one, or the names that exist."""
+    """Return names similar to an unknown one, or the existing names, for an error."""
     names = names_of(owners)
     if close := difflib.get_close_matches(name, names, n=3):
         return f"close to it {'is' if len(close) == 1 else 'are'} {', '.join(map(repr, close))}"
@@ -67,7 +67,7 @@ def hint_for(owners: Mapping[str, Owner], name: str) -> str:
 
 
 def conflicts(owners: Mapping[str, Owner], claim: Owner) -> dict[str, str]:
-    """The names that a worker cannot offer beside what others offer, with the reason and the cure."""
+    """Return the names that a worker cannot offer beside the others' offers, each with the reason and the remedy."""
     found = {}
     for owner in owners.values():
         if owner.worker != claim.worker:
