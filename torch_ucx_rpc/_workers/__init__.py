@@ -1,10 +1,10 @@
-"""Other workers, and this one's life among them: what the libraries stand on.
+"""Other workers, and this one's life among them: the base of the libraries.
 
 * ``lost``      `on_lost`, a callback for the end of other workers
 * ``life``      one life of this worker, and objects of the libraries that last as long
-* ``futures``   futures that fail without keeping what their exceptions know
-* ``members``   `group`, the workers of a library, whose epochs one of them decides
-* ``epochs``    the protocol of that, without a network
-* ``messages``  members, epochs, and what members say to each other
-* ``probes``    ports by which the end of a process is seen
+* ``futures`` futures that fail without keeping their exceptions' frames alive
+* ``members`` `group`, the workers of a library, in epochs that one of them decides
+* ``epochs`` the protocol of the groups, without a network
+* ``messages`` members, epochs, and the members' messages
+* ``probes`` ports that show the end of a process
 """

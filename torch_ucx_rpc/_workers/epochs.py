@@ -30,9 +30,9 @@ from torch_ucx_rpc._workers.messages import (
 BEAT = 0.125
 LEASE = 0.65
 VOTE = 0.3
-# Members that do not promise a candidate their vote are out of its epoch after this.
+# Time after which members that have not promised a candidate their vote are left out of its epoch.
 PATIENCE = 0.5
-# Longer gaps between ticks are times in which this process did not run: it has heard nothing then, and blames no other.
+# In a longer gap between ticks this process did not run. It could not hear anything then, so it blames no other.
 _GAP = 0.25
 
 _NEVER = float("-inf")
@@ -46,7 +46,7 @@ class _Attempt:
     def __init__(self, ballot: Ballot, value: Epoch | None, now: float) -> None:
         self.ballot = ballot
         self.since = now
-        # None until enough have promised.
+        # None until enough members have promised.
         self.value = value
         self.promises: dict[Member, tuple[Ballot, Epoch] | None] = {}
         # This member's own time in the proposals that were accepted.
@@ -57,8 +57,8 @@ class Epochs:
     """The knowledge and rights of one member. Not thread-safe.
 
     Attributes:
-        epoch (Epoch): the latest one that has this member, or that has left it out; it has the number 0 before this
-            member has joined. The number 1 is for all workers of a job that no other can join.
+        epoch (Epoch): the latest one that has this member, or has left it out; number 0 before this member has joined.
+            Number 1 has all workers of a job that no other can join.
         is_out (bool): ``epoch`` does not have this member any more. It may join as a newcomer, with another `Member`.
         dead (set): members that have certainly ended.
     """
@@ -79,17 +79,17 @@ class Epochs:
         self._heard = now
         self._echo = _NEVER
         self._lost_at: float | None = None
-        # Of the next epoch.
+        # Ballots and votes for the next epoch.
         self._promised: Ballot = (0, 0)
         self._accepted: tuple[Ballot, Epoch] | None = None
         self._attempt: _Attempt | None = None
         self._next_beat = self._ticked = now
-        # A decider's: when it last gave a lease to each member, and its own time in the latest sign of support.
+        # On a decider: when it last gave a lease to each member, and its own time in the latest sign of support.
         self._granted: dict[Member, float] = {}
         self._support: dict[Member, float] = {}
         self._joining: set[Member] = set()
         self._leaving: set[Member] = set()
-        # A newcomer's: whom it asks to be let in.
+        # On a newcomer: the workers that it asks to be let in.
         self._contacts: tuple[Member, ...] = ()
         if epoch is not None:
             self._install(epoch, now)
@@ -101,18 +101,18 @@ class Epochs:
         self._install(Epoch(number, (self.me,), self.me), now)
 
     def join(self, contacts: tuple[Member, ...], now: float) -> None:
-        """Ask these, one of which is a member, to be let in."""
+        """Ask these workers, one of which is a member, to be let in."""
         self._contacts = contacts
         self._next_beat = now
 
     def leave(self, now: float) -> None:
-        """Ask to be in no later epoch."""
+        """Ask to be left out of later epochs."""
         if self.epoch.number and not self.is_out:
             self._leaving.add(self.me)
             self._next_beat = now
 
     def suspect(self, member: Member, now: float) -> None:
-        """Ask that a member be left out, with which this one cannot work."""
+        """Ask that a member be left out that this one cannot work with."""
         if self.is_out or member not in self.epoch.members or member == self.me:
             return
         if self.epoch.decider == self.me:
@@ -122,7 +122,7 @@ class Epochs:
             self._send(self.epoch.decider, Suspect(self.epoch.number, member))
 
     def die(self, member: Member, now: float) -> None:
-        """A member has certainly ended."""
+        """Note that a member has certainly ended."""
         if member in self.dead or member == self.me:
             return
         # A lease says that nothing was decided without this member as long as the other lived.
@@ -132,7 +132,7 @@ class Epochs:
         self._consider(now)
 
     def is_current(self, now: float) -> bool:
-        """True if `epoch` is in force now, and so no other one of this group is, on any worker."""
+        """Tell whether `epoch` is in force now, so that no other one of this group is, on any worker."""
         if not self.epoch.number or self.is_out:
             return False
         if self._accepted is not None and self.epoch.decider != self.me:
@@ -140,13 +140,13 @@ class Epochs:
         return self.is_leased(now)
 
     def is_leased(self, now: float, ahead: float = 0.0) -> bool:
-        """True if no epoch without this member has begun. A decider looks for more support if little is left."""
+        """Tell whether no epoch without this member has begun. A decider asks for more support if little is left."""
         if now + ahead >= self._lease and self.epoch.number and self.epoch.decider == self.me and not self.is_out:
             self._lease = max(self._lease, self._supported_until(now))
         return now < self._lease
 
     def quiet(self, now: float, seconds: float) -> list[Member]:
-        """Members, among those that this one listens to, whose silence has lasted this long."""
+        """Return members that this one listens to, and that have been silent this long."""
         if not self.epoch.number or self.is_out:
             return []
         if self.epoch.decider == self.me:
@@ -154,12 +154,12 @@ class Epochs:
         return [self._leader] if now - self._heard > seconds else []
 
     def take_outgoing(self) -> list[tuple[Member, Message]]:
-        """The messages that are to be sent, each to its member."""
+        """Return the messages to send, each with its receiver."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     def tick(self, now: float) -> None:
-        """Do what is due. To be called a few times in each BEAT."""
+        """Do all that is due. Call this a few times in each BEAT."""
         if self.is_out:
             return
         epoch = self.epoch
@@ -174,7 +174,7 @@ class Epochs:
                 if self.me in self._leaving:
                     self._send(epoch.decider, Leave(epoch.number))
             elif not self.is_leased(now):
-                # The others may have begun another epoch, and say so then.
+                # The others may have begun another epoch, and report it then.
                 for one in epoch.members:
                     if one != self.me and one not in self.dead:
                         self._send(one, Behind(epoch.number))
@@ -183,7 +183,7 @@ class Epochs:
             self._consider(now)
 
     def receive(self, sender: Member, message: Message, now: float) -> None:
-        """Take in a message."""
+        """Handle a message."""
         if self.is_out or sender in self.dead:
             return
         self._wake(now)
@@ -198,7 +198,7 @@ class Epochs:
             number = message.epoch.number
         elif isinstance(message, Propose):
             if not self.epoch.number and self.me not in message.after.members:
-                # A newcomer's consent. It does not count as a vote.
+                # This is a newcomer's consent, and does not count as a vote.
                 self._send(sender, Accept(message.after.number, message.ballot, message.at))
                 return
             self._hear_of(message.after, now)
@@ -228,7 +228,7 @@ class Epochs:
         if self.me in epoch.members:
             self._install(epoch, now)
         elif not known.number:
-            # The answer to a newcomer that is not admitted yet.
+            # Answer a newcomer that is not admitted yet.
             self._contacts = (epoch.decider, *(one for one in self._contacts if one != epoch.decider))
         else:
             self.epoch = epoch
@@ -254,7 +254,7 @@ class Epochs:
             self._granted, self._support = {}, {}
 
     def _supported_until(self, now: float) -> float:
-        """Until when a quorum follows this decider, and no other."""
+        """Return the time until which a quorum follows only this decider."""
         times = [self._support.get(one, _NEVER) if one != self.me else now for one in self.epoch.members]
         until = now
         for start in sorted({*times}, reverse=True):
@@ -265,7 +265,7 @@ class Epochs:
         return until
 
     def _is_quorum(self, votes: set[Member], now: float) -> bool:
-        """More than half of the members that are not dead; on a tie, the decider's side."""
+        """Tell whether these are more than half of the members that are not dead, or on a tie the decider's side."""
         members = self.epoch.members
         # All that could know of a later epoch have voted for this one. A first epoch has everybody, so no newcomer can.
         dead = self.dead if self.epoch.number == 1 else self._counted
@@ -280,7 +280,7 @@ class Epochs:
     # ------------------------------------------------------------------------------------------- one who decides
 
     def _consider(self, now: float) -> None:
-        """Begin or carry on an attempt, where there is a reason."""
+        """Begin or continue an attempt, if there is a reason."""
         if not self.epoch.number or self.is_out:
             return
         if self._attempt is None:
@@ -326,7 +326,7 @@ class Epochs:
         return Epoch(self.epoch.number + 1, tuple(members), decider)
 
     def _stand(self, now: float) -> None:
-        """Be a candidate: at once as the living member of lowest rank, later as another."""
+        """Stand as a candidate: at once as the living member of lowest rank, later as another."""
         if self._lost_at is None:
             self._lost_at = now
         before = [one for one in self.epoch.members if one < self.me and one not in self.dead and one != self._leader]
@@ -380,7 +380,7 @@ class Epochs:
         votes = {one for one, at in attempt.votes.items() if now - at < VOTE * self.limit}
         votes.add(self.me)
         leads = self.epoch.decider == self.me
-        # Members that have not promised a candidate their vote have had their time.
+        # Drop members that have not promised a candidate their vote in time.
         for one in {*members, *attempt.value.members} if leads else attempt.value.members:
             if one in votes or one in self.dead:
                 continue
@@ -413,7 +413,7 @@ class Epochs:
         if epoch.decider == self.me and sender not in epoch.members:
             for one in epoch.members:
                 if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
-                    # It has given that membership up itself.
+                    # The worker has given up that membership.
                     self.die(one, now)
             self._joining.add(sender)
             self._consider(now)
@@ -428,7 +428,7 @@ class Epochs:
             self._granted[sender] = now
             self._send(sender, Answer(beat.number, beat.at, now, min(LEASE * self.limit, self._lease - now)))
         else:
-            # A sign of life, and the way to win the support that is missing.
+            # Return a sign of life, which also asks for missing support.
             self._send(sender, Answer(beat.number, beat.at, now, 0.0))
         self._consider(now)
 
@@ -502,7 +502,7 @@ class Epochs:
 
 
 def _accepted_before(attempt: _Attempt) -> Epoch | None:
-    """The epoch that may have begun already, for all that the promises tell."""
+    """Return the epoch that may have begun already, as far as the promises show."""
     accepted = [one for one in attempt.promises.values() if one is not None]
     return max(accepted)[1] if accepted else None
 

@@ -1,4 +1,4 @@
-"""One life of this worker, from ``init_rpc`` to ``shutdown``: `life`, and `PerLife`, for things that last as long.
+"""One life of this worker, from ``init_rpc`` to ``shutdown``: `life`, and `PerLife`, for objects that last as long.
 
 A process may have several lives, one after the other. A library's knowledge of workers belongs to one life: in the next
 one the same names are other workers.
@@ -25,20 +25,20 @@ T = TypeVar("T")
 
 
 class Life:
-    """The agent of one life of this worker, and which workers are alive. Any thread may use it.
+    """The agent of one life of this worker, and the workers that are alive. Any thread may use it.
 
     Attributes:
-        info (WorkerInfo): of this worker.
-        number (int): tells this life from others of a worker of this name; the agent's session, where it has one.
-        tells_ends (bool): the agent says when a worker ends, as UCX's does. Elsewhere a call that fails says so.
+        info (WorkerInfo): rank and name of this worker.
+        number (int): distinguishes the lives of workers of this name; the agent's session, if it has one.
+        tells_ends (bool): the agent reports the end of a worker, as UCX's does. Elsewhere a failed call shows it.
         is_static (bool): the group has a fixed size, and its list of workers keeps the dead.
     """
 
     def __init__(self, agent: Any) -> None:
         self.tells_ends = hasattr(agent, "_statistics")
-        # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, by which it is known here.
+        # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, which is used here.
         self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
-        # torch makes another object of the names in each life: comparing these costs less than asking for the agent.
+        # torch makes a new object of the names in each life. Comparing these costs less than asking for the agent.
         self.era = api._ALL_WORKER_NAMES
         self.info: WorkerInfo = agent.get_worker_info()
         self.number = int(getattr(agent, "session", 0)) or secrets.randbits(63)
@@ -59,7 +59,7 @@ class Life:
 
     @property
     def agent(self) -> Any:
-        """ShutDown after the shutdown."""
+        """Raise ShutDown after the shutdown."""
         agent = self._agent()
         if agent is None:
             raise ShutDown("RPC has been shut down")
@@ -67,30 +67,31 @@ class Life:
 
     @property
     def devices(self) -> list[int | str | torch.device]:
-        """The devices on which tensors may arrive: a future has to know them. ShutDown after the shutdown."""
+        """Return the devices on which tensors may arrive, for futures. Raises ShutDown after the shutdown."""
         agent = self.agent
         if self._devices is None:
             self._devices = sorted(getattr(agent, "devices", ()) or _devices_in_options(agent), key=str)
         return self._devices
 
     def living(self) -> list[WorkerInfo]:
-        """All workers that this one takes to be alive, by rank."""
+        """Return all workers that this one takes to be alive, by rank."""
         infos = sorted(self.agent.get_worker_infos(), key=lambda info: info.id)
         gone = self.gone_names() if self.is_static else set()
         return [info for info in infos if info.name not in gone]
 
     def gone_names(self) -> set[str]:
-        """Names of all workers that have ended; another worker may have taken such a name since."""
+        """Return names of all workers that have ended; a new worker may have taken such a name since."""
         with self._lock:
             return set(self._gone_names)
 
     def lose(self, name: str) -> None:
-        """Take a worker for dead."""
+        """Count a worker as dead."""
         with self._lock:
             self._gone_names.add(name)
 
     def watch(self, callback: Callable[[Gone], None]) -> None:
-        """Have the end of each worker told as long as this life lasts, those included that have ended already."""
+        """Have a function called at the end of each worker as long as this life lasts, also for workers that have ended
+        already."""
         self._subscriptions.append(subscribe(callback))
         for gone in ended():
             callback(gone)
@@ -113,7 +114,7 @@ def _devices_in_options(agent: Any) -> Sequence[torch.device]:
 
 
 def _is_of_now(known: Life) -> bool:
-    """Whether a life lasts: the next one has new names, and the agent goes with the end of its life."""
+    """Tell whether a life still lasts: the next one has new names, and the agent goes with its life."""
     return known.era is api._ALL_WORKER_NAMES and _is_current_rpc_agent_set()
 
 
@@ -122,7 +123,7 @@ _making = threading.Lock()
 
 
 def life() -> Life:
-    """The life of this worker that lasts; NotRunning where RPC is not running."""
+    """Return the present life of this worker. Raises NotRunning if RPC is not running."""
     global _life
     if (known := _life) is not None and _is_of_now(known):
         return known
@@ -138,7 +139,7 @@ def life() -> Life:
 
 
 class PerLife(Generic[T]):
-    """One `T` in each life of this worker: a call returns it, and makes it when it is the first.
+    """One `T` in each life of this worker: a call returns it, and the first one makes it.
 
     Example::
 
@@ -152,7 +153,7 @@ class PerLife(Generic[T]):
         self._making = threading.Lock()
 
     def __call__(self) -> T:
-        """NotRunning where RPC is not running."""
+        """Raise NotRunning if RPC is not running."""
         if (known := self._known) is not None and _is_of_now(known[0]):
             return known[1]
         lasting = life()
@@ -167,5 +168,5 @@ class PerLife(Generic[T]):
         return (known := self._known) is not None and known[0].era is api._ALL_WORKER_NAMES
 
     def last(self) -> T | None:
-        """The latest one, whose life may be over."""
+        """Return the latest one, whose life may be over."""
         return None if (known := self._known) is None else known[1]

@@ -1,7 +1,8 @@
-"""The end of other workers: `on_lost`, a callback for it, and how the libraries here tell such failures from others.
+"""The end of other workers: `on_lost`, a callback for it, and the tests with which the libraries recognize such
+failures.
 
-The agent calls back (`_set_on_gone`), on one of its threads. Other backends tell nothing: a subscriber is never called
-there, and has to notice the end of a worker by a call that fails.
+The agent calls back (`_set_on_gone`), on one of its threads. Other backends never call a subscriber, which must notice
+the end of a worker by a call that fails.
 """
 
 # mypy: allow-untyped-calls
@@ -27,9 +28,9 @@ _ENDED = ("left", "failed")
 
 
 class Gone(NamedTuple):
-    """The end of a worker. ``session`` tells this life of it from others of the same name.
+    """The end of a worker. ``session`` distinguishes its lives under the same name.
 
-    ``has_ended``: the kernel says that the process has ended. A worker that failed otherwise may only be cut off.
+    ``has_ended`` means that the kernel has reported the end of the process. Otherwise the worker may only be cut off.
     """
 
     session: int
@@ -43,12 +44,12 @@ class Gone(NamedTuple):
 _lock = threading.Lock()
 _subscribers: dict[int, Callable[[Gone], None]] = {}
 _tokens = itertools.count()
-# The agent that is watched; subscriptions end with it.
+# The watched agent; subscriptions end with it.
 _watched: weakref.ref[Any] | None = None
 
 
 def current_agent() -> Any:
-    """The running agent; NotRunning without one."""
+    """Return the running agent. Raises NotRunning without one."""
     if not _is_current_rpc_agent_set():
         raise NotRunning("RPC is not running: call torch.distributed.rpc.init_rpc first")
     return _get_current_rpc_agent()
@@ -58,10 +59,9 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
     """Have ``callback(worker, reason)`` called when a worker has died or cannot be reached any more.
 
     It runs on a thread of the agent, soon after the agent has noticed: it must not block. Workers that leave the group
-    by themselves are not lost; `statistics` shows them as ``"left"``. On backends other than UCX it is never called.
+    are not lost; `statistics` shows them as ``"left"``. On backends other than UCX it is never called.
 
-    Returns a function that ends the subscription, as the shutdown of RPC does. Raises NotRunning where RPC is not
-    running.
+    Returns a function that ends the subscription, as the shutdown of RPC does. Raises NotRunning if RPC is not running.
 
     Example::
 
@@ -77,7 +77,7 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
 
 
 def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
-    """`on_lost` with all that is known of the end; also for workers that leave."""
+    """Do `on_lost` with all details of the end; also for workers that leave."""
     global _watched
     agent = current_agent()
     token = next(_tokens)
@@ -96,7 +96,7 @@ def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
         with _lock:
             if _subscribers.pop(token, None) is None or _subscribers:
                 return
-            # Without callbacks each goodbye would take a thread and Python's lock for nothing.
+            # Without callbacks, each goodbye would cost a thread and Python's lock uselessly.
             watched_agent: Any = None if _watched is None else _watched()
             _watched = None
             if hasattr(watched_agent, "_set_on_gone"):
@@ -106,7 +106,7 @@ def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
 
 
 def ended() -> list[Gone]:
-    """Workers whose end the agent has seen already; none on other backends."""
+    """Return the workers whose end the agent has seen already; none on other backends."""
     agent = current_agent()
     return list(_ended_peers(agent).values()) if hasattr(agent, "_statistics") else []
 
@@ -144,7 +144,7 @@ _RAISED_THERE = r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\([^\n]*\n(?P<type>\w+)\("
 
 def was_lost(error: BaseException) -> bool:
     """True if a call failed because its callee has ended."""
-    # The names of workers that have ended are forgotten; the libraries call none that has never been there.
+    # An agent forgets the names of ended workers, and the libraries never call a name that has not existed.
     return _is_failure(error, WorkerLost, WorkerLeft, UnknownWorker)
 
 
@@ -160,15 +160,16 @@ def was_raised_there(error: BaseException, kind: type[BaseException]) -> bool:
 
 def _is_failure(error: BaseException, *kinds: type[RpcError]) -> bool:
     if isinstance(error, RpcError):
-        # torch makes a new exception from the type and text of the callee's: only a call made here has the attributes.
+        # torch makes a new exception from the type and text of the callee's. Only an exception of a call made here has
+        # the attributes.
         return isinstance(error, kinds) and error.name is not None
     return _type_in_text_of_tensorpipe(error) in {kind.__name__ for kind in kinds}
 
 
 def _type_in_text_of_tensorpipe(error: BaseException) -> str | None:
-    """The name of the exception's type that a text of TensorPipe's agent stands for."""
-    # That agent raises RuntimeError for every failure, its own or the callee's, so only the text tells them apart. The
-    # text of a callee's exception may quote any other: hence it is looked for first.
+    """Return the type of exception that a text of TensorPipe's agent stands for."""
+    # That agent raises RuntimeError for every failure, its own or the callee's, so only the text distinguishes them. A
+    # callee's exception may quote any other text, so it is checked first.
     text = str(error)
     if type(error) is not RuntimeError:
         return None

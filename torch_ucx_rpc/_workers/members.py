@@ -1,7 +1,7 @@
-"""Which workers belong to a group, and since which epoch: `group`. docs/development/membership.md has the protocol.
+"""The members of a group in each epoch: `group`. docs/development/membership.md has the protocol.
 
-An epoch is a number with the members it stands for. One member, the decider, begins the next one. At no moment are two
-epochs of a group in force. A library puts the number into its messages, and drops those of another number.
+An epoch is a number and its members. One member, the decider, begins the next one. At no moment are two epochs of a
+group in force. A library puts the number into its messages, and drops those of another number.
 
 Example, on every worker::
 
@@ -14,10 +14,10 @@ Example, on every worker::
     >>> stop = workers.subscribe(lambda epoch: print(epoch.number))
     >>> workers.wait(after=epoch.number)         # once a worker has died, hung or come
 
-A step of a library counts if it is taken between two moments at which the decider's `check` passes. A message counts if
-the receiver's `check` passes with the number in it.
+A step of a library counts if the decider's `check` passes before and after it. A message counts if the receiver's
+`check` passes with the number in it.
 
-In a group of fixed size all workers are the members of epoch 1, the dead included. Elsewhere workers join as they make
+In a group of fixed size all workers, even dead ones, are the members of epoch 1. Elsewhere workers join as they make
 the group. Making it on one worker makes it on all that it can reach.
 """
 
@@ -45,20 +45,21 @@ __all__ = ["CutOff", "Epoch", "EpochOver", "Group", "Member", "group"]
 
 _logger = logging.getLogger(__name__)
 
-# Silence of so many seconds leaves a member out, unless the library says otherwise.
+# Default of the seconds of silence after which a member is left out.
 LIMIT_S = 5.0
-# Groups up to this size know each other's lifelines, not only the decider's.
+# In groups up to this size all members know each other's lifelines, not only the decider's.
 _ACQUAINTED = 64
-# Messages to a worker that answers none are lost, beyond so many.
+# Limit of unanswered messages to a worker; further ones are dropped.
 _UNANSWERED = 4
 
 
 class EpochOver(RuntimeError):
-    """Another epoch is in force than the one that was expected: the text says which."""
+    """Another epoch than the expected one is in force: the message says which."""
 
 
 class CutOff(EpochOver):
-    """This worker is no member of the epoch that is in force, or cannot know: the text says from whom it is cut off."""
+    """This worker is not a member of the epoch in force, or cannot know: the message names the workers it cannot
+    hear."""
 
 
 class Group:
@@ -75,7 +76,7 @@ class Group:
         self._callbacks: dict[object, Callable[[Epoch], None]] = {}
         self._unanswered: dict[str, int] = {}
         self._is_leaving = False
-        # While this worker may found the group: the others that know of none, and those that have not answered yet.
+        # While this worker may found the group: the workers that do not know one, and those that have not answered yet.
         self._know_none: set[str] | None = None
         self._asked: set[str] = set()
         now = time.monotonic()
@@ -95,31 +96,31 @@ class Group:
 
     @property
     def epoch(self) -> Epoch | None:
-        """The latest epoch that this worker knows of; it may be over. None before this worker has joined."""
+        """The latest epoch that this worker knows; it may be over. None before this worker has joined."""
         epoch = self._epochs.epoch
         return epoch if epoch.number else None
 
     def is_current(self, number: int | None = None) -> bool:
-        """True if `epoch` is in force at this moment, with this worker as a member, and has this number if given."""
+        """Tell whether `epoch` is in force now with this worker as a member, and has this number, if given."""
         with self._lock:
             is_it = number is None or self._epochs.epoch.number == number
             return is_it and self._epochs.is_current(time.monotonic())
 
     @property
     def is_left_out(self) -> bool:
-        """True if the others have left this worker out; False if it has left by itself, or is a member."""
+        """True if the others have left this worker out; False if it has left, or is a member."""
         with self._lock:
             return self._epochs.is_out and not self._is_leaving
 
     def has_ended(self, name: str, life: int) -> bool:
-        """True if this worker has certainly ended in this life (`Member.life`), as far as is known here."""
+        """Tell whether a worker has certainly ended in this life (`Member.life`), as far as this one knows."""
         return (name, life) in self._known.ended
 
     def check(self, number: int) -> None:
         """Return if this epoch is in force at this moment.
 
         Raises `EpochOver` if a later one is known here, `CutOff` if this worker is out, or hears too little from the
-        others to know. It waits for what decides that, for twice the limit at most.
+        others to know. It waits for certainty for at most twice the limit.
         """
         deadline = time.monotonic() + 2 * self.limit
         with self._changed:
@@ -160,8 +161,8 @@ class Group:
     def subscribe(self, callback: Callable[[Epoch], None]) -> Callable[[], None]:
         """Have ``callback(epoch)`` called with each epoch that this worker enters, and with the one that it is out of.
 
-        It runs on a thread for callbacks, in the order of the numbers; the first call has the epoch of now, if there is
-        one. Returns a function that ends it.
+        It runs on a thread for callbacks, in the order of the numbers. The first call has the present epoch, if there
+        is one. Returns a function that ends the subscription.
         """
         token = object()
         with self._lock:
@@ -176,7 +177,7 @@ class Group:
         return stop
 
     def suspect(self, name: str) -> None:
-        """Have a member left out with which this worker cannot work, for instance since a call to it has failed."""
+        """Have a member left out that this worker cannot work with, for instance since a call to it has failed."""
         with self._lock:
             epoch = self._epochs.epoch
             for one in [one for one in epoch.members if one.name == name]:
@@ -185,7 +186,7 @@ class Group:
             self._flush()
 
     def leave(self, timeout: float | None = None) -> None:
-        """Be a member no more. Returns once that is decided, or after ``timeout`` seconds (default: the limit)."""
+        """Leave the group. Returns once that is decided, or after ``timeout`` seconds (default: the limit)."""
         deadline = time.monotonic() + (self.limit if timeout is None else timeout)
         with self._changed:
             self._is_leaving = True
@@ -196,7 +197,7 @@ class Group:
                 self._changed.wait(self.limit * BEAT)
 
     def rejoin(self) -> None:
-        """Come back as a newcomer, after this worker was left out, has left, or was cut off. `wait` works again."""
+        """Join again as a newcomer, after this worker was left out, has left, or was cut off. `wait` works again."""
         with self._lock:
             last = self._epochs.epoch
             me = self._epochs.me._replace(joined=self._epochs.me.joined + 1)
@@ -229,7 +230,7 @@ class Group:
             self._flush()
 
     def end(self, name: str, life: int) -> None:
-        """A worker has certainly ended."""
+        """Note that a worker has certainly ended."""
         with self._lock:
             epoch = self._epochs.epoch
             for one in epoch.members:
@@ -246,7 +247,7 @@ class Group:
                     self._call(info, [])
 
     def answer(self, asker: int) -> Epoch | str:
-        """What a worker of rank ``asker`` is told that would found this group: the epoch, "none", or "founding"."""
+        """Answer a worker of rank ``asker`` that would found this group: with the epoch, "none", or "founding"."""
         with self._lock:
             epoch = self._epochs.epoch
             if epoch.number:
@@ -254,12 +255,12 @@ class Group:
             if self._know_none is not None:
                 if self.me.rank < asker:
                     return "founding"
-                # That one goes first. What others have told is to be asked once more.
+                # That worker goes first. Ask the others again afterwards.
                 self._know_none = set()
             return "none"
 
     def _found_or_join(self, now: float) -> None:
-        """Found the group if all others know of none, and none of a lower rank is about to."""
+        """Found the group if no other worker knows one, and none of a lower rank is about to."""
         if self._know_none is None:
             return
         others = [one for one in self._life.living() if one.name != self.me.name]
@@ -339,7 +340,7 @@ class Group:
                     done.value()
                 except RuntimeError as error:
                     _logger.debug("group %r: %s has not heard: %s", self.name, info.name, error)
-                    # TensorPipe's agent does not tell of an end. It counts only if it is seen soon.
+                    # TensorPipe's agent does not report an end, which counts only if it is seen soon.
                     for one in self._epochs.epoch.members:
                         if one.name == info.name:
                             self._known.ask_after(one)
@@ -350,7 +351,7 @@ class Group:
         return self._callbacks.get(token)
 
     def why_not_current(self) -> str:
-        """A sentence for an error: why `is_current` is False."""
+        """Say why `is_current` is False, as a sentence for an error."""
         epoch, me = self._epochs.epoch, self._life.info.name
         if not epoch.number:
             return f"worker {me!r} has not joined group {self.name!r} yet"
@@ -402,16 +403,16 @@ class _Groups:
         return made
 
     def workers(self) -> list[WorkerInfo]:
-        """All workers of the job, in a group of fixed size also those that have ended."""
+        """Return all workers of the job, in a group of fixed size even ended ones."""
         infos: list[WorkerInfo] = self.life.agent.get_worker_infos()
         return infos
 
     def number_of(self, worker: str) -> int:
-        """Which life of a worker is meant; the same number on all workers."""
+        """Return the number of a worker's life, the same on all workers."""
         if worker == self.life.info.name and not self.life.is_static:
             return self.life.number
         if not self.life.tells_ends:
-            # Workers of a fixed size have one life.
+            # In a group of fixed size a worker has one life.
             return 0
         if worker not in self._numbers:
             for peer in self.life.agent._statistics()["peers"]:
@@ -431,7 +432,7 @@ class _Groups:
             self._lifelines.ask(address, self._asking[key])
 
     def end(self, name: str, life: int) -> None:
-        """A worker has certainly ended."""
+        """Note that a worker has certainly ended."""
         self.ended.add((name, life))
         for one in list(self.groups.values()):
             one.end(name, life)
@@ -481,10 +482,10 @@ _groups = PerLife(_Groups)
 
 
 def group(name: str, limit: float = LIMIT_S) -> Group:
-    """The group of this name in this life of this worker, which becomes a member with the first call.
+    """Return the group of this name in this life of the worker, which becomes a member with the first call.
 
     Args:
-        name (str): the same on all workers.
+        name (str): name of the group, the same on all workers.
         limit (float): the seconds of silence after which a member is left out. The first call decides.
 
     Raises NotRunning where RPC is not running.

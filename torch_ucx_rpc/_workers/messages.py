@@ -1,4 +1,4 @@
-"""Members, epochs, and the messages by which the members of one epoch choose the next."""
+"""Members, epochs, and the messages with which the members of one epoch choose the next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """One membership: ``joined`` tells a worker that was left out from the newcomer that it is afterwards."""
+    """One membership. A worker that was left out and joins again gets another ``joined``."""
 
     rank: int
     name: str
@@ -18,19 +18,19 @@ class Member(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """A number that is given once, and the members, by rank, that it stands for."""
+    """A number that is used once, and its members by rank."""
 
     number: int
     members: tuple[Member, ...]
     decider: Member
 
 
-# A ballot is (round, rank); the decider of an epoch has round 0 of the next one to itself.
+# A ballot is (round, rank). Only the decider of an epoch uses round 0 of the next one.
 Ballot = tuple[int, int]
 
 
 class Beat(NamedTuple):
-    """A member is there. ``heard`` is the decider's time in its last answer."""
+    """A member is alive. ``heard`` is the decider's time in its last answer."""
 
     number: int
     at: float
@@ -38,7 +38,7 @@ class Beat(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The decider is there. No epoch without the member begins for ``lease`` seconds after its ``beat``."""
+    """The decider is alive. No epoch without the member begins for ``lease`` seconds after its ``beat``."""
 
     number: int
     beat: float
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """A candidate asks for promises, and tells which members are dead."""
+    """A candidate asks for promises, and lists dead members."""
 
     epoch: Epoch
     ballot: Ballot
@@ -55,7 +55,8 @@ class Prepare(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """No smaller ballot will be accepted. ``accepted`` is the last proposal that was, with its ballot."""
+    """The sender will not accept a smaller ballot. ``accepted`` is the last proposal it has accepted, with its
+    ballot."""
 
     number: int
     ballot: Ballot
@@ -63,7 +64,7 @@ class Promise(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A larger ballot has been promised."""
+    """The sender has promised a larger ballot."""
 
     number: int
     ballot: Ballot
@@ -93,7 +94,7 @@ class Chosen(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """The sender has not heard of a later epoch than this."""
+    """The sender does not know a later epoch than this."""
 
     number: int
 
@@ -105,7 +106,7 @@ class Join(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """The sender wants to be no member."""
+    """The sender wants to leave."""
 
     number: int
 

@@ -1,4 +1,5 @@
-"""Has a process ended? `Lifelines` tells by ports that the kernel closes with it, where no agent does."""
+"""The end of processes, for agents that do not report it: `Lifelines` uses ports that the kernel closes with a
+process."""
 
 from __future__ import annotations
 
@@ -15,24 +16,24 @@ from torch_ucx_rpc._bootstrap.forks import close_in_children
 from torch_ucx_rpc._bootstrap.network import address_towards, host_of
 
 _BACKLOG = 1024
-# For a connection to a host that is down or cut off. It tells nothing then.
+# Seconds for a connection to a host that is down or cut off. After that the state is unknown.
 _PATIENCE_S = 1.0
 
 
 class Address(NamedTuple):
-    """The port that is open as long as a process lives."""
+    """A port that is open as long as a process lives."""
 
-    # Tells network namespaces apart: the same address may be another one elsewhere.
+    # Distinguishes network namespaces, each of which may have the same addresses.
     place: str
     host: str
     port: int
 
 
 class Lifelines:
-    """The port of this process, and connections to those of others.
+    """The port of this process, and connections to the ports of others.
 
-    A refused connection says for certain that the process is gone, if the port was reachable from here before, or is
-    one of this network namespace. Everything else says nothing.
+    A refused connection proves the end of a process if its port was reachable from here before, or is in this network
+    namespace. No other outcome proves anything.
     """
 
     def __init__(self, agent: Any) -> None:
@@ -42,7 +43,7 @@ class Lifelines:
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
         )
         self._listener.setblocking(False)
-        # A child that kept the port open would hide the end of this process.
+        # A child with the open port would hide the end of this process.
         close_in_children(self._listener)
         self.own = Address(self._place, host, self._listener.getsockname()[1])
         self._reached: set[Address] = set()
@@ -60,7 +61,7 @@ class Lifelines:
         self._ask(address, on_end)
 
     def drain(self) -> None:
-        """Close the connections that others have made. To be called now and then."""
+        """Close connections that others have made. Call this now and then."""
         with contextlib.suppress(OSError):
             while True:
                 self._listener.accept()[0].close()
@@ -92,7 +93,7 @@ class Lifelines:
             return False
         try:
             with socket.create_connection((address.host, address.port), timeout=_PATIENCE_S) as connection:
-                # The kernel may have given this end the same free port.
+                # The kernel may have given this end the same port.
                 if connection.getsockname() != connection.getpeername():
                     self._reached.add(address)
                     return False
@@ -104,7 +105,7 @@ class Lifelines:
 
 
 def _nothing() -> None:
-    """The consequence of the end of a process without a question about it."""
+    """Do nothing: `meet` only wants to know whether the port answers."""
 
 
 def _place() -> str:
@@ -113,7 +114,8 @@ def _place() -> str:
 
 
 def _own_host(agent: Any) -> str:
-    """The address of this host that leads to the job's Store, or else to its master; loopback without either."""
+    """Return the address of this host from which the job's Store, or its master, is reached; loopback without
+    either."""
     store = getattr(agent, "store", None)
     host = os.environ.get("MASTER_ADDR") if store is None else host_of(store)
     return (address_towards(host) if host else None) or "127.0.0.1"

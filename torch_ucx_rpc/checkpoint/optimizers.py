@@ -46,7 +46,7 @@ def room_for(saved: Mapping[Path, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_groups(count: int, saved: Mapping[Path, Any]) -> None:
-    """Raises ValueError for a checkpoint with another number of parameter groups than ``count``."""
+    """Raise ValueError for a checkpoint with another number of parameter groups than ``count``."""
     theirs = len({path[1] for path in saved if path[0] == "param_groups" and len(path) > 1})
     # A checkpoint of torch before 2.4 has all groups as one value.
     if theirs not in {0, count}:

@@ -166,7 +166,7 @@ def remove_files_of(path: str, session: str) -> None:
 
 
 def read_metadata(path: str) -> Metadata:
-    """Raises FileNotFoundError, with a sentence, if there is no checkpoint."""
+    """Raise FileNotFoundError, with a sentence, if there is no checkpoint."""
     try:
         return FileSystemReader(path).read_metadata()
     except FileNotFoundError:

@@ -75,7 +75,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError: the groups are fixed by `DistributedPipeline.optimizer`."""
+        """Raise RuntimeError: the groups are fixed by `DistributedPipeline.optimizer`."""
         if self._frozen:
             raise RuntimeError(
                 "parameter groups of a pipeline's optimizer are fixed: give them all to pipe.optimizer()"
