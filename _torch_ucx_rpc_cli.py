@@ -201,7 +201,7 @@ def _info(parser: argparse.ArgumentParser) -> None:
     """Show what this installation and this machine offer, and problems of either, with the cure.
 
     It runs where the package itself cannot be imported too. The exit code is 1 if the package cannot be used. With
-    --strict it is 4 if there are other problems. Else it is 0.
+    --strict it is 4 if there are other problems. Otherwise it is 0.
     """
     parser.add_argument("--strict", action="store_true", help="the exit code tells of every problem")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
@@ -228,11 +228,11 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 
 def _top(parser: argparse.ArgumentParser) -> None:
-    """Watch all workers of a running job: calls, bytes, queues, memory and latencies, each second anew.
+    """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
-    It finds the workers of this host that belong to the same user by itself, and needs no setting in the job; they ask
-    the workers on other hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns,
-    of which a narrow terminal has some only:
+    It finds the same user's workers on this host without a setting in the job; they ask the workers on other hosts.
+    Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns, of which a narrow terminal
+    has some only:
 
         calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      how long calls took that were completed, of the last interval

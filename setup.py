@@ -37,7 +37,7 @@ class CMakeBuild(build_ext):
         self.call(cmake, "--install", str(folder), "--component", "python", "--prefix", str(destination))
 
     def configure(self, cmake: str, folder: Path) -> None:
-        """Once for the same arguments; ninja sees by itself when CMake's files have changed."""
+        """Configure once for the same arguments; ninja notices when CMake's files change."""
         arguments = [
             f"-DCMAKE_MAKE_PROGRAM={build_environment.program('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",

@@ -11,7 +11,7 @@ is. The public names:
 * `native_op`: makes a Python function an operator of torch, which numba compiles and which runs without the GIL
 * ``channel``, likewise by name: one-way tensors between loops of two workers
 * ``services``, likewise: names and roles of workers
-* ``reduction``, likewise: gradients by way of servers, for trainers that come, go and die
+* ``reduction``, likewise: gradients through servers, for trainers that come, go and die
 * ``pipeline``, likewise: a model's stages on workers, micro-batches through all of them at once
 * ``checkpoint``, likewise: state on many workers, in the format of DCP
 * `on_lost`: a callback when a worker is lost

@@ -152,7 +152,7 @@ def _shut_down_at_exit() -> None:
     """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
     agent = current
     if agent is not None and agent.is_of_this_process():
-        # Like rpc.shutdown(graceful=False), but torch's warning of remaining RRefs is no failure at exit.
+        # Like rpc.shutdown(graceful=False), but at exit torch's warning of remaining RRefs is not a failure.
         destroy_rref_context(True)
         _cleanup_python_rpc_handler()
         _reset_current_rpc_agent()

@@ -164,7 +164,7 @@ def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
 
 @contextlib.contextmanager
 def short_patching_wait() -> Iterator[None]:
-    """Let UCX wait no longer than needed for threads in the functions that it overwrites.
+    """Shorten UCX's wait for threads in the functions that it overwrites.
 
     The user's own setting stays. UCX takes this setting from the environment only, and reads it while it is loaded.
     Processes that are started later do not get it.

@@ -187,7 +187,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             more handlers can block at a time; with fewer, less memory is used and the GIL is contended less.
         max_worker_threads (int): threads at most, when handlers wait for calls of their own (default: 512, and never
             fewer than ``num_worker_threads``). Such handlers do not count among ``num_worker_threads``, so that the
-            calls they wait for find a thread. A call that still gets none fails with an error that says so.
+            calls they wait for find a thread. A call that still gets none fails, and its error says so.
         rpc_timeout (float): seconds after which a call fails that was given no timeout of its own (default: 60). 0 is
             no limit.
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:

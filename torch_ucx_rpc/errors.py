@@ -153,7 +153,7 @@ class JoinFailed(RpcError):
 
 
 class JoinTimedOut(JoinFailed, TimeoutError):
-    """``init_rpc`` has waited for its ``init_timeout``, and other workers, or the Store, have not come.
+    """Other workers, or the Store, have not come within ``init_rpc``'s ``init_timeout``.
 
     Attributes:
         timeout (float | None): the ``init_timeout``, in seconds.

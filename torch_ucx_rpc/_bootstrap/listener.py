@@ -102,7 +102,7 @@ def _is_listened_at_here(host: str, port: int) -> bool | None:
 
 
 def _in_table(address: IPv4Address | IPv6Address) -> set[str]:
-    """The addresses in /proc/net/tcp and tcp6 at which a server can be reached by way of ``address``."""
+    """Return the addresses in /proc/net/tcp and tcp6 at which a server can be reached through ``address``."""
 
     def text(packed: bytes) -> str:
         words = (packed[start : start + 4] for start in range(0, len(packed), 4))

@@ -311,7 +311,8 @@ class _Arrivals:
         return [entry.values for entry in self._present.values()]
 
     def records(self) -> list[Record]:
-        """Records by rank. JoinFailed for an entry of another version, with another secret, or that is no record."""
+        """Records by rank. Raises JoinFailed for an entry of another version or secret, and for bytes that are not a
+        record."""
         return sorted((_check_record(entry, self.own) for entry in self._present.values()), key=lambda r: r.rank)
 
 

@@ -53,7 +53,7 @@ def address_towards(host: str) -> str | None:
     """This host's address as ``host`` sees it; None if there is no route or no such name."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        # Nothing is sent: connecting a datagram socket only looks up the route.
+        # This sends no packet: connecting a datagram socket only looks up the route.
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect(address)
             own: str = asking.getsockname()[0]

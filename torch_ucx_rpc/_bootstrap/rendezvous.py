@@ -44,7 +44,7 @@ STORE_ENDS = (
     "rank 0. For joins after that use a Store outside of it: torchrun's, or a file, init_method='file:///path'."
 )
 
-# A Store answers a new connection within this time. If nothing answers, it is no Store.
+# A Store answers a new connection within this time. If there is no answer, the port is not a Store's.
 _ANSWER_S = 10.0
 # But a Store may have many connections to answer first: torch's looks up the host name of each client, and a DNS that
 # does not answer costs 5 s or more.
@@ -155,7 +155,7 @@ def _store_address(url: ParseResult) -> tuple[str, int, bool]:
 
 
 def check_port(number: str) -> int:
-    """MASTER_PORT as a number; ValueError if it is no port."""
+    """Return MASTER_PORT as a number. Raises ValueError if it is not a port."""
     if not number.isdecimal() or int(number) >= 2**16:
         raise ValueError(
             f"{_START.format('env')} MASTER_PORT={number} is not a port: set it to a number from 1 to 65535."

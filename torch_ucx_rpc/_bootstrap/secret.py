@@ -21,7 +21,7 @@ VARIABLE = "TORCH_UCX_RPC_SECRET"
 
 # An observer of one frame can try secrets offline. 16 random bytes cannot be guessed.
 _LEAST_BYTES = 16
-# No secret is longer. A large file that is no secret is not read to its end.
+# No secret is longer. A large file cannot be a secret, and is not read to its end.
 _MOST_BYTES = 4096
 
 # The keys in a job without a secret; see `Secret.frame_keys`.

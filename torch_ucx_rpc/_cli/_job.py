@@ -32,8 +32,8 @@ from torch_ucx_rpc._launch.environment import default_name
 # Seconds between two looks at the workers, and at the Store, which tells of other machines.
 MONITOR_INTERVAL_S = 0.05
 
-# When a worker has failed, another one that has written a traceback has this long to end by itself: the first failure
-# may be its own.
+# When a worker has failed, another one that has written a traceback has this long to end: the first failure may be its
+# own.
 _LAST_MOMENTS_S = 3.0
 # The same for a worker that the failed worker names in its last words. It has said goodbye and is ending, which takes
 # long on a busy machine.
@@ -54,7 +54,7 @@ _REFUSED = "torch_ucx_rpc/run/refused"
 class Failure(Exception):
     """The first failure of an attempt: what has failed and where, the exit code of the job, and the worker's stderr.
 
-    ``is_final`` is True where a restart is no cure.
+    ``is_final`` is True if a restart does not help.
     """
 
     reason: str
@@ -147,8 +147,8 @@ class JobAgent(LocalElasticAgent):
             with (
                 self._starter.batch(self._signals.note),
                 _started_by(self._starter),
-                # On the main thread elastic would install handlers of its own. They raise, and a worker that is just
-                # being started would be left behind; and they replace those of signals that are to be ignored.
+                # On the main thread elastic would install handlers of its own. They raise, which would leave a starting
+                # worker behind. They also replace the handlers of signals that should be ignored.
                 concurrent.futures.ThreadPoolExecutor(1) as executor,
             ):
                 pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()

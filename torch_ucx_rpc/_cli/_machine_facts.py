@@ -100,7 +100,7 @@ def _reading_other_processes() -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = (ctypes.c_size_t * 2)(0, 1)
     with subprocess.Popen(["sleep", "60"]) as other:
-        # Nothing is at address 0, but the kernel checks the permission first.
+        # Address 0 is not mapped, but the kernel checks the permission first.
         libc.process_vm_readv(other.pid, nothing, 1, nothing, 1, 0)
         answer = "allowed" if ctypes.get_errno() == errno.EFAULT else f"refused, {os.strerror(ctypes.get_errno())}"
         other.kill()

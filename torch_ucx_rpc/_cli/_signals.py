@@ -27,7 +27,7 @@ class Signals:
             signal.signal(number, self._note)
 
     def for_workers(self, number: signal.Signals) -> signal.Signals:
-        """The signal that ends workers of this machine where ``number`` ends those of another one."""
+        """Return the signal of this machine that matches ``number`` on another one."""
         # Workers ignore what this process ignores.
         return number if number in self._heeded else signal.SIGTERM
 

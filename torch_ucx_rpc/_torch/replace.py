@@ -1,4 +1,4 @@
-"""`replace_tensorpipe`: UCX in the place of TensorPipe, for programs that were written for TensorPipe."""
+"""`replace_tensorpipe`: UCX instead of TensorPipe, for programs that were written for TensorPipe."""
 
 # mypy: allow-untyped-calls
 

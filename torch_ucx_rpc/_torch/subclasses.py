@@ -2,7 +2,7 @@
 
 torch's RPC pickler collects tensors of the class itself. Python pickles all others: `torch.Tensor.__reduce_ex__` copies
 their storage. From a storage that is too short it copies the bytes that are there, and the other worker makes up the
-rest. So such tensors are refused here. The agent's encoder refuses those of the class itself.
+rest. So such tensors are refused here. The agent's encoder refuses tensors of the class itself.
 """
 
 # mypy: allow-untyped-calls

@@ -25,8 +25,8 @@ from torch_ucx_rpc._workers.messages import (
     Suspect,
 )
 
-# Times as parts of the limit. A lease and a vote together last no longer than the limit, so no member that is left out
-# for silence could still count a death that happened after a vote for leaving it out.
+# Times as parts of the limit. A lease and a vote together fit into the limit. So a member that is left out for silence
+# cannot still count a death that happened after a vote for leaving it out.
 BEAT = 0.125
 LEASE = 0.65
 VOTE = 0.3
@@ -97,7 +97,7 @@ class Epochs:
     # ---------------------------------------------------------------------------------------- what the caller wants
 
     def found(self, now: float, number: int = 2) -> None:
-        """Begin a group of this member alone. The caller makes sure that there is no other."""
+        """Begin a group of this member alone. The caller ensures that there is no other group."""
         self._install(Epoch(number, (self.me,), self.me), now)
 
     def join(self, contacts: tuple[Member, ...], now: float) -> None:

@@ -1,7 +1,7 @@
 """The members of a group in each epoch: `group`. docs/development/membership.md has the protocol.
 
 An epoch is a number and its members. One member, the decider, begins the next one. At no moment are two epochs of a
-group in force. A library puts the number into its messages, and drops those of another number.
+group in force. A library puts the number into its messages, and drops messages with another number.
 
 Example, on every worker::
 

@@ -88,7 +88,7 @@ class Channel:
 
         Raises:
             EpochEnded: the receiver is in a later epoch of the group. CallTimedOut: the receiver has not made room in
-            time. WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver, or no longer.
+            time. WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
         """
         _check(to, str, "to", "the name of a worker (str)")
         _check(tag, str, "tag", "a str")
@@ -131,7 +131,7 @@ class Channel:
             into: tensors that receive the value, of its shapes and dtypes. A large value is written into them without a
                 copy if they are contiguous and on the CPU. None: the value arrives in memory of its own.
 
-        After EpochEnded the tensors are written no more, and after CallTimedOut or WorkerLost they may still be.
+        After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they still may.
 
         One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
         """

@@ -36,7 +36,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Waits
     for an unfinished save into the folder.
 
-    Raises CheckpointError, which names the worker and the missing entries; FileNotFoundError if there is no checkpoint.
+    Raises CheckpointError, which names the worker and any missing entries; FileNotFoundError without a checkpoint.
     """
     check_type("state", Mapping, "a dict", state)
     check_path("path", path)

@@ -9,45 +9,45 @@
     >>> optimizer.step(); optimizer.zero_grad()
 
 * `DistributedPipeline`  the model as the training loop sees it
-* `PipelineOptimizer`    what its ``optimizer()`` returns
+* `PipelineOptimizer`    the result of its ``optimizer()``
 * `GradScaler`           for float16
 * `Built` a stage that its worker builds
 * `SplitPoint`           torch's, for ``split_spec``
-* `PipelineError`, `StageError`, `StageLostError`, `ScheduleError`: how a pipeline fails
+* `PipelineError`, `StageError`, `StageLostError`, `ScheduleError`: the failures of a pipeline
 
 How it is laid out, from the bottom up:
 
-* ``_errors``     how a pipeline fails
-* ``_values``     what goes between stages; micro-batches of a batch
-* ``_wiring``     which stage sends what to which
-* ``_schedule``   which worker does what when: named schedules, torch's text, the proof that they end
+* ``_errors``     the failures of a pipeline
+* ``_values``     values between stages; micro-batches of a batch
+* ``_wiring``     the edges between stages
+* ``_schedule``   the actions of each worker: named schedules, torch's text, the proof that they end
 * ``_schedules``  the schedules of one pipeline, one for each number of micro-batches
 
 On a worker:
 
-* ``_build``      how a module comes to its worker
-* ``_backward``   the way back of a micro-batch, whole or in halves
+* ``_build``      the ways of a module to its worker
+* ``_backward``   the backward of a micro-batch, whole or in halves
 * ``_stage``      one stage: micro-batches forward and back
-* ``_messages``   what the driver and its workers tell each other
+* ``_messages``   messages between the driver and its workers
 * ``_exchange``   values between stages, by channel
 * ``_run``        one call: its row of the schedule, action by action
-* ``_stages``     all stages of a worker, and what the driver's orders do with them
+* ``_stages``     all stages of a worker, and the driver's orders to them
 * ``_host``       the thread that carries out the driver's orders
 
 On the driver:
 
 * ``_partition``  a model divided into stages: their weights and edges
 * ``_balance``    stages that take equally long
-* ``_tracing``    models that are no nn.Sequential, by torch's splitter
-* ``_divide``     which layers make a stage
-* ``_crew``       the workers: epochs, orders to all of them, and what came of each
+* ``_tracing``    other models than nn.Sequential, by torch's splitter
+* ``_divide``     the division of layers into stages
+* ``_crew``       the workers: epochs, orders to all of them, and their outcomes
 * ``_calls``      one batch as the workers get it
-* ``_engine``     a batch through the stages, as long as no worker is lost
-* ``_recovery``   the same in spite of losses: spares, and the journal since the last checkpoint
+* ``_engine``     a batch through the stages, without losses of workers
+* ``_recovery``   recovery from losses: spares, and the journal since the last checkpoint
 * ``_function``   ``pipe(x)`` in autograd
 * ``_scaler``     `GradScaler`
 * ``_optimizer``  `PipelineOptimizer`
-* ``_state``      what of all this a checkpoint holds
+* ``_state``      the parts of a pipeline in a checkpoint
 * ``_trace``      a Chrome trace of a step
 * ``_table``      ``print(pipe)``
 * ``_driver``     `DistributedPipeline`

@@ -1,4 +1,4 @@
-"""Which layers make a stage: by hand, by parameters, by measured time, at split points, or by tracing."""
+"""Division of layers into stages: by hand, by parameters, by measured time, at split points, or by tracing."""
 
 from __future__ import annotations
 

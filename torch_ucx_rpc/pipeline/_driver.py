@@ -281,8 +281,8 @@ class DistributedPipeline:
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; it may come from the undivided model. Raises KeyError naming what is
-        missing."""
+        """Load what `state_dict` returned; it may come from the undivided model. Raises KeyError, which lists the
+        missing names."""
         missing = sorted(self._recovery.ask(Engine.gather, "state_dict").keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")

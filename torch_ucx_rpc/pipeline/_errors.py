@@ -6,7 +6,7 @@ __all__ = ["PipelineError", "ScheduleError", "StageError", "StageLostError"]
 
 
 class PipelineError(RuntimeError):
-    """A pipeline cannot do what it was asked for."""
+    """A pipeline cannot carry out a request."""
 
 
 class ScheduleError(ValueError):

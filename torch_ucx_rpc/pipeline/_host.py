@@ -189,7 +189,7 @@ class Host:
         return is_answered, ("ok", result)
 
     def _answer(self, epoch: int, tag: str, outcome: Outcome) -> Outcome:
-        """Send an outcome, or the error with which pickling it fails. Returns what was sent."""
+        """Send an outcome, or the error with which pickling it fails. Returns the sent outcome."""
         try:
             encoded = encode(outcome)
         except Exception as error:

@@ -65,7 +65,7 @@ class Request(NamedTuple):
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether it has a backward, after its own forward or that of an earlier call."""
+        """Whether it has a backward, after its own forward or an earlier call's."""
         return self.grad and not self.to_driver
 
 

@@ -1,8 +1,8 @@
 """Recovery from a lost worker: a spare takes its place, the last checkpoint is loaded, and later work is repeated.
 
 With spares the driver keeps a journal of its orders since the last save, batches included. After the load the journal
-is played back, so a loop that only sees ``step`` and ``optimizer.step`` sees nothing of the loss but the time: all
-losses are those of an undisturbed run.
+is played back, so a loop that only sees ``step`` and ``optimizer.step`` notices only the time: all losses are those of
+an undisturbed run.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class _Scaled(Protocol):
 
 
 class GradScaler:
-    """What ``torch.amp.GradScaler`` does for one process, with its defaults: float16 gradients do not become zero.
+    """Scale losses so that float16 gradients do not become zero, like ``torch.amp.GradScaler``, with its defaults.
 
         >>> scaler = pipeline.GradScaler()
         >>> with torch.autocast("cuda", torch.float16):

@@ -1,4 +1,4 @@
-"""When each worker does what: schedules as data, in torch's text, and the proof that they come to an end.
+"""The actions of each worker in turn: schedules as data, in torch's text, and the proof that they end.
 
 A schedule has a *row* for each worker: the actions it takes, in order. An action is torch's: ``2F3`` is the forward of
 micro-batch 3 through stage 2, ``1B0`` the backward of micro-batch 0 through stage 1, which is either whole (``B``) or
@@ -192,7 +192,7 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
 
     With ``zero_bubble`` the weights' half of the backward is put off into what would be idle time: ZB1P of Qi et al.
     2023, https://arxiv.org/abs/2401.10241. The orders are those of torch's ScheduleInterleaved1F1B and
-    ScheduleInterleavedZeroBubble, which ask for two stages a worker at least; here one is enough.
+    ScheduleInterleavedZeroBubble, which need at least two stages for each worker; here one is enough.
     """
     if stages % workers:
         raise ScheduleError(
@@ -275,7 +275,7 @@ def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[R
 
 
 def check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int) -> Schedule:
-    """Check rows. Raises ScheduleError, which says what is wrong and where, if they could not end."""
+    """Check rows. Raises ScheduleError, which names the fault and its place, if they could not end."""
     if len(rows) != workers:
         raise ScheduleError(
             f"the schedule has {len(rows)} lines, but there are {workers} workers: write a line for each worker, in "

@@ -217,7 +217,7 @@ class Stage:
         """Run a backward of a micro-batch, or a half of it: ``kind`` is "B", "I" or "W".
 
         Args:
-            gradients: of what was sent, by the stage that it was sent to; not for "W".
+            gradients: gradients of the outputs, by the stage that they were sent to; not for "W".
             tied: gradients that other stages have found for parameters owned here, by number of the tie, in order.
 
         Returns the gradients of the inputs, by source (none for "W"), and those of parameters that other stages own, by

@@ -55,9 +55,9 @@ class DataParallel(nn.Module):
     Each trainer wraps its model and goes on as with one process. Within ``backward()`` the gradients of all trainers
     are averaged, bucket by bucket while the rest is being computed; when it returns, ``parameter.grad`` has the mean.
 
-    The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets those
-    of another trainer, and takes part from its next step on. It also gets the optimizer's state if both give their
-    optimizer. From then on each trainer has its own buffers (such as running means).
+    The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets the
+    model of another trainer, and takes part from its next step on. It also gets the optimizer's state if both give
+    their optimizer. From then on each trainer has its own buffers (such as running means).
 
     Args:
         module (nn.Module): whose parameters require grad, at least one.

@@ -170,7 +170,7 @@ class _Servers:
     def __init__(self, life: Life) -> None:
         self.lock = threading.Lock()
         self.servers: dict[str, Server] = {}
-        # A worker that waits in its shutdown trains no more.
+        # A worker that waits in its shutdown has stopped training.
         life.before_leaving(self._leave)
 
     def _leave(self) -> None:

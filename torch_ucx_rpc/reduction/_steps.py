@@ -208,8 +208,8 @@ class Steps:
     def finish(self) -> list[list[Tensor]]:
         """Wait until the step is closed, and return the means of each bucket. The next step begins.
 
-        Raises ValueError if the gradients do not fit those of others, and RuntimeError if the step was not closed
-        within ``rpc_timeout``, or this trainer is cut off. The step may be put again then.
+        Raises ValueError if the gradients do not fit the others', and RuntimeError if the step was not closed within
+        ``rpc_timeout``, or this trainer is cut off. The step may be put again then.
         """
         self._is_finishing = True
         try:

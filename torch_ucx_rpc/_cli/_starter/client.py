@@ -165,7 +165,7 @@ class Starter:
                 self._go_over_to_exec(reason)
 
     def _await_ready(self) -> str | None:
-        """Pass on what the process writes until it is ready; returns why it is of no use."""
+        """Pass on the output of the process until it is ready. Returns the reason if it is unusable."""
         with selectors.DefaultSelector() as selector:
             for source in (self._link, self._output):
                 selector.register(source, selectors.EVENT_READ)

@@ -111,7 +111,7 @@ def _files() -> dict[str, str]:
 
 
 def _shadows(before: Collection[str], program: str) -> str | None:
-    """A file beside the program that would have been imported in the place of a module that is imported by now."""
+    """Find a file beside the program that would have been imported instead of an already imported module."""
     if getattr(sys.flags, "safe_path", False):
         return None
     script = Path(program).resolve()
@@ -264,7 +264,7 @@ def _fork_workers() -> None:
 
 
 def _import_users_sitecustomize() -> None:
-    """Import the module that Python would have imported in the place of this one."""
+    """Import the module that Python would have imported instead of this one."""
     del sys.modules["sitecustomize"]
     try:
         importlib.import_module("sitecustomize")
