@@ -1,7 +1,7 @@
 """Tensors on CUDA devices.
 
 * ``context``  makes CUDA's contexts before UCX starts
-* ``maps``  checks that the device maps of all workers fit together, and derives the maps for replies
-* ``pool``  chooses the allocator of received tensors: torch's or RMM's
-* ``wait``  `wait`: a future whose data are on devices
+* ``maps``     checks that the device maps of all workers fit together, and derives the maps for replies
+* ``pool``     chooses the allocator of received tensors: torch's or RMM's
+* ``wait``     `wait`: a future whose data are on devices
 """

@@ -21,7 +21,7 @@ Values of a later epoch wait until the receiver gets there.
 How the package is laid out:
 
 * ``_channel``    the public classes
-* ``_rpc_slots`` values carried by calls, for other backends than UCX
+* ``_rpc_slots``  values carried by calls, for other backends than UCX
 """
 
 from torch_ucx_rpc.channel._channel import Channel, Posted, Sent

@@ -87,8 +87,9 @@ class Channel:
             timeout: seconds to block for at most; None means the agent's ``rpc_timeout``, and 0 means no limit.
 
         Raises:
-            EpochEnded: the receiver is in a later epoch of the group. CallTimedOut: the receiver has not made room in
-            time. WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
+            EpochEnded: the receiver is in a later epoch of the group.
+            CallTimedOut: the receiver has not made room in time.
+            WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
         """
         _check(to, str, "to", "the name of a worker (str)")
         _check(tag, str, "tag", "a str")
@@ -105,9 +106,9 @@ class Channel:
             timeout: seconds; None means the agent's ``rpc_timeout``, and 0 means no limit.
 
         Raises:
-            CallTimedOut: no value has come in time. The message names the tag and the sender. EpochEnded: this process
-            has advanced the group in the meantime, or closed it. WorkerLost, WorkerLeft: the sender has gone before the
-            value came. Raised only with UCX.
+            CallTimedOut: no value has come in time. The message names the tag and the sender.
+            EpochEnded: this process has advanced the group in the meantime, or closed it.
+            WorkerLost, WorkerLeft: the sender has gone before the value came. Raised only with UCX.
         """
         return self.post(source, tag).wait(timeout)
 
@@ -158,7 +159,7 @@ class Channel:
         return f"{type(self).__name__}({self._group!r}, epoch={self._epoch})"
 
 
-# Return the values of this process: the agent's, or on another backend than UCX the values of calls.
+# The values of this process: the agent's, or on another backend than UCX the values of calls.
 slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else rpc_slots())
 
 

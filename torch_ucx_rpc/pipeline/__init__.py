@@ -11,7 +11,7 @@
 * `DistributedPipeline`  the model as the training loop sees it
 * `PipelineOptimizer`    the result of its ``optimizer()``
 * `GradScaler`           for float16
-* `Built` a stage that its worker builds
+* `Built`                a stage that its worker builds
 * `SplitPoint`           torch's, for ``split_spec``
 * `PipelineError`, `StageError`, `StageLostError`, `ScheduleError`: the failures of a pipeline
 

@@ -14,16 +14,16 @@
 A step is a transaction: its trainers put their gradients into slots of the hosts, get the means, and apply them when
 the decider of the epoch has closed the step. docs/development/reduction.md has the protocol. From the bottom up:
 
-* ``_messages`` messages between trainers, hosts and the decider
+* ``_messages``       messages between trainers, hosts and the decider
 * ``_ledger``         the steps of a model, as state machines without threads and network
 * ``_plan``           how work is spread over hosts
-* ``_host`` work of a host: sums; parameters, their optimizer and checkpoints
+* ``_host``           work of a host: sums; parameters, their optimizer and checkpoints
 * ``_decider``        the decider of an epoch: the ledgers of all models
-* ``_office`` this worker among the others: epochs and messages
+* ``_office``         this worker among the others: epochs and messages
 * ``_steps``          one model of this trainer
 * ``_server``         `serve` and `Server`
 * ``_push_pull``      `push_pull`
-* ``_copy`` the state of a model, for transfer between trainers
+* ``_copy``           the state of a model, for transfer between trainers
 * ``_ddp``            `state` and `hook`
 * ``_data_parallel``  `DataParallel`
 """

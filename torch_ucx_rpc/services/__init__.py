@@ -4,21 +4,23 @@
 
     from torch_ucx_rpc import services
 
-    services.register("score", model.score, idempotent=True) # on several workers: replicas services.pair("weights",
-    tensor) # a value services.wait_for("score", replicas=2) # on any worker y = services.call("score", x) # the least
-    loaded living replica rref = services.get("weights") futures = services.call_role("trainer", load, args=(7,)) #
-    every worker of the role
+    services.register("score", model.score, idempotent=True)    # on several workers: replicas
+    services.pair("weights", tensor)                            # a value
+    services.wait_for("score", replicas=2)                      # on any worker
+    y = services.call("score", x)                               # the least loaded living replica
+    rref = services.get("weights")
+    futures = services.call_role("trainer", load, args=(7,))    # every worker of the role
 
 One worker decides on names, and each has a copy of the table: a call of a known name is one request. Services work on
 any backend of ``torch.distributed.rpc``; docs/services.md describes the differences of TensorPipe.
 
 How the package is laid out:
 
-* ``_table`` the names on one worker, without a network
-* ``_directory`` the decider's table, with workers that hang, die and come
-* ``_served`` this worker's services: the callee's side
+* ``_table``      the names on one worker, without a network
+* ``_directory``  the decider's table, with workers that hang, die and come
+* ``_served``     this worker's services: the callee's side
 * ``_calls``      `call` and `call_async`: the caller's side
-* ``_api`` all other public functions
+* ``_api``        all other public functions
 * ``_errors``     the exceptions
 """
 
