@@ -122,7 +122,7 @@ class Result:
         return [figures[figure] for figures in self.rounds.get(contender, []) if figure in figures]
 
     def ratio(self, figure: Figure, bound: Bound) -> float | None:
-        """The median over the rounds of one contender's figure divided by that of the best of the others."""
+        """Return the median over the rounds of one contender's figure divided by the best other one."""
         values = self.values(bound.contender, figure.name)
         if bound.reference is not None:
             best = max if figure.more_is_better else min

@@ -327,7 +327,7 @@ def peak_and_present_bytes() -> tuple[float, float]:
 
 
 def forget_peak() -> None:
-    # Memory that the allocator has kept of former steps would be used again, and not be seen.
+    # The allocator would reuse memory of earlier steps, which would not show.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 

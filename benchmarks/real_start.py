@@ -5,8 +5,8 @@
 
 Each job is a process that has imported torch and the package, and forks the workers. They share the processors, so its
 time is longer than the simulated one (simulated_start.py); its bytes and the workers met must be those of the
-simulation. The Store alone uses the loopback interface here, and the kernel counts its bytes. Memory is that of one
-worker alone (private pages).
+simulation. The Store alone uses the loopback interface here, and the kernel counts its bytes. Memory is one worker's
+alone (private pages).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Calls: a service is called by its name, and the same function by ``rpc_sync``, i
 two in each round counts. Three replicas are called likewise, and a name by asynchronous calls.
 
 The death of a replica: 1,000 idempotent calls to three replicas, of which one is killed after the first few; how many
-fail, and how long after the kill the caller's table is without its names. Of that time, the kernel takes most to end
-the process: a poll of its file says when it has.
+fail, and how long after the kill the caller's table is without its names. The kernel needs most of that time to end the
+process: a poll of its file shows when it has.
 
 Joining: 63 workers are members of a group without a size and offer 100 names each, or none. Another joins, makes one
 call, by name or by ``rpc_sync``, and leaves; how long joining takes, and joining with that call.

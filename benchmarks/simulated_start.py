@@ -229,7 +229,7 @@ def rendezvous(workers: int, late: float, work_s: float, each_s: float = 0) -> d
 
 
 def work_with_records(workers: int) -> tuple[float, float]:
-    """Seconds and bytes that a worker needs to unpack all records and to know them, beside what it has before."""
+    """Return the additional seconds and bytes that a worker needs to unpack and keep all records."""
     options = torch_options()
     agent = _agent.UcxRpcAgent("worker0", 0, workers, HashStore(), options)
     try:

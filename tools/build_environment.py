@@ -237,7 +237,7 @@ def torch_facts() -> dict[str, str]:
 
 
 def ucx_facts(choice: str) -> dict[str, str]:
-    """UCX of the libucx wheel; of conda or the system when that is the choice, or when there is no wheel."""
+    """Return UCX of the libucx wheel, or of conda or the system if chosen, or without a wheel."""
     if choice not in ("", "wheel", "system"):
         raise Missing(f"TORCH_UCX_RPC_UCX={choice} means nothing: set it to wheel or system, or leave it unset.")
     found = None

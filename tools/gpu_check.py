@@ -5,7 +5,7 @@
     python tools/gpu_check.py second            PyTorch's suites for GPUs, compute-sanitizer: likewise
     python tools/gpu_check.py first --steps probe
     python tools/gpu_check.py rehearse          the same way through CPU tests and one that hangs, in half a minute
-    python tools/gpu_check.py rehearse-all      all steps without a GPU, with CPU tests in the place of those for GPUs
+    python tools/gpu_check.py rehearse-all      all steps without a GPU, with CPU tests instead of GPU tests
 
 The torch is the one of the Python that runs this, a CUDA build, which nothing here replaces. The environment,
 .venv-gpu, sees the packages beside that torch and adds missing ones, from FOLDER if --wheels names it. A compiled

@@ -128,7 +128,7 @@ def undocumented() -> Iterator[str]:
     for module in (package, *(package[name] for name in MODULES)):
         for name in module.exports or ():
             named = module[str(name)]
-            # Not those of other packages.
+            # Names of other packages do not count.
             with contextlib.suppress(griffe.AliasResolutionError):
                 yield from undocumented_of(named.final_target if named.is_alias else named, f"{module.path}.{name}")
 
@@ -138,7 +138,7 @@ def complaints() -> Iterator[str]:
 
 
 def undocumented_of(named: griffe.Object, path: str) -> Iterator[str]:
-    """Of a class also its methods and properties. Its other attributes stand in its own docstring."""
+    """A class also has its methods and properties. Its other attributes stand in its own docstring."""
     if (named.is_class or named.is_function) and named.docstring is None:
         yield path
     if named.is_class:
@@ -149,7 +149,8 @@ def undocumented_of(named: griffe.Object, path: str) -> Iterator[str]:
 
 
 def is_described(owner: griffe.Class, name: str) -> bool:
-    """By its own docstring, by that of an overridden method, or as an attribute or argument in that of its class."""
+    """Tell whether a name is documented: by its docstring, an overridden method's, or its class's attributes and
+    arguments."""
     if any(name in kind.members and kind.members[name].docstring for kind in (owner, *owner.mro())):
         return True
     return owner.docstring is not None and bool(

@@ -50,7 +50,7 @@ def in_markdown(text: str, links: dict[str, str]) -> str:
 
 
 def public_names(module: griffe.Module) -> dict[str, str]:
-    """The full names of a module's exports, without those of other packages."""
+    """Return the full names of a module's exports, without other packages' names."""
     own = module.path.partition(".")[0]
     found = {}
     for name in map(str, module.exports or ()):

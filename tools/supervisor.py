@@ -207,7 +207,7 @@ class Supervisor:
 
 
 def libraries(*first: Path | str) -> str:
-    """A LD_LIBRARY_PATH with these folders, those of this process, and the folders of NVIDIA's driver."""
+    """Return an LD_LIBRARY_PATH with these folders, this process's folders, and those of NVIDIA's driver."""
     present = os.environ.get("LD_LIBRARY_PATH", "")
     return os.pathsep.join([*map(str, first), *filter(None, present.split(os.pathsep)), *_LIBRARIES])
 

@@ -3,8 +3,8 @@
     python tools/torch_headers.py LISTING INCLUDE_DIRECTORY...
 
 It lists the headers that the C++ sources include, directly or through other headers. The names are relative to the
-first include directory. At import, `torch_ucx_rpc._native` compares the listing with the headers of a torch whose patch
-release is another one than that of the build.
+first include directory. At import, `torch_ucx_rpc._native` compares the listing with the headers of a torch with
+another patch release than the build's.
 
 The declarations of torch's operators, nine tenths of the headers, are left out, and what they alone include. An
 operator with other arguments has another symbol, and its absence is an error at load time.

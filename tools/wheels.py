@@ -124,7 +124,7 @@ def build(environment: Environment, torch: str) -> Path:
     tool = "tools/build_environment.py"
     environment.pip("install", f"torch=={torch}", *environment.ask(tool, "requirements", "build").splitlines(), "numpy")
     environment.pip("install", environment.ask(tool, "libucx"))
-    # Leftovers of a former build would be packed too.
+    # Leftovers of an earlier build would be packed too.
     for left_over in (ROOT / "build").glob("lib.*"):
         shutil.rmtree(left_over)
     made = WORK / "made"

@@ -35,7 +35,7 @@ class TensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
 
 
 class UcxForTensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
-    """torch's own answers, in processes where UCX is in the place of TensorPipe."""
+    """torch's own answers, in processes where UCX replaces TensorPipe."""
 
     @classmethod
     def _run(cls, *arguments: Any, **named: Any) -> None:

@@ -21,7 +21,7 @@ _STACKS = Path(tempfile.gettempdir())
 class PreloadedProcesses:
     """Starts a test's processes from a fork server. Mix it in before torch's MultiProcessTestCase.
 
-    torch starts each by ``spawn``, which imports torch again, four times a test. Nothing else changes for the test.
+    torch starts each by ``spawn``, which imports torch again, four times a test. The test is otherwise unchanged.
     """
 
     def _spawn_processes(self) -> None:

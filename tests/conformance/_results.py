@@ -1,6 +1,6 @@
 """The results of the runs, in results/: one file for each configuration (backend, UCX_* variables, cores, GPUs).
 
-The next runs of a configuration replace the former ones. ``suites.json``, beside them, has the suites of that torch.
+New runs of a configuration replace the earlier ones. ``suites.json``, beside them, has the suites of that torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Data = dict[str, Any]
 
 
 def record(files: Iterable[Path]) -> None:
-    """Store the runs of one configuration, in the place of the former ones."""
+    """Store the runs of one configuration in place of the earlier ones."""
     from ._suites import installed_release, installed_suites
 
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]

@@ -1,6 +1,6 @@
 """PyTorch's suites for any agent.
 
-The tests are those of the installed wheel: none is edited, left out or tried twice.
+The tests come from the installed wheel: none is edited, left out or tried twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Compares cuda.h with the declarations of the sources and of the stub. Nothing runs: it compiles, or it does not.
+// Compares cuda.h with the declarations of the sources and of the stub. The test is whether this compiles.
 
 #include "cuda_numbers.h"
 

@@ -3,7 +3,7 @@
 // A CUDA driver without a GPU, for tests of what UCX does with device memory: libcuda.so.1 and libnvidia-ml.so.1, as
 // far as UCX's CUDA transports use them. Memory of the device is the host's, in a memory file that other processes map
 // when they open an IPC handle. One thread of each process is the device: it runs the work of the streams later, in
-// order. The numbers and signatures are those of CUDA 12 and 13.
+// order. The numbers and signatures come from CUDA 12 and 13.
 //
 // Each process has a driver of its own, with one device. Beside CUDA's functions the library has those below, by which
 // a test holds the device, and counts calls. Environment variables control processes that no test can speak to:
@@ -20,13 +20,13 @@
 
 extern "C" {
 
-// Nothing in any stream is begun while the device is held.
+// No work in any stream begins while the device is held.
 void cudaStubHold(bool isHeld);
 
 // The number of calls of a driver function so far, by its name, such as "cuMemcpyAsync".
 uint64_t cudaStubCalls(const char* function);
 
-// How long threads of this process have waited for a stream so far (cuStreamSynchronize), together.
+// Total time for which threads of this process have waited for a stream so far (cuStreamSynchronize).
 uint64_t cudaStubBlockedUs();
 
 } // extern "C"

@@ -67,7 +67,7 @@ class Worker {
     running_ = std::jthread([](const std::stop_token& isOver) {
       while (!isOver.stop_requested()) {
         FakeDevice::instance().run();
-        std::this_thread::sleep_for(std::chrono::microseconds(100)); // a device, which is no faster
+        std::this_thread::sleep_for(std::chrono::microseconds(100)); // a device, which is not faster
       }
     });
   }
@@ -168,7 +168,7 @@ std::unique_ptr<TwoProcesses> play(
         Worker worker(0, other, &echo, job.memory);
         worker.setDeviceMaps(job.requests, job.answers);
         (void)other.hear();
-        // Connects both. UCX's cache of allocations would miss what is allocated before, on this driver.
+        // Connects both. On this driver, UCX's cache of allocations would miss earlier allocations.
         (void)answer(worker.call({}));
         counted([&] { act(worker); });
         worker.report();

@@ -327,7 +327,7 @@ def test_timeouts_of_every_size_count() -> None:
         assert rpc.rpc_sync("worker1", divmod, args=(17, 5), timeout=endless) == (3, 2)
         assert rpc.remote("worker1", divmod, args=(17, 5), timeout=endless).to_here(timeout=endless) == (3, 2)
     try:
-        for tiny in (1e-4, 1e-30):  # never rounded to 0, which is no limit
+        for tiny in (1e-4, 1e-30):  # never rounded to 0, which means no limit
             assert_times_out(lambda timeout=tiny: rpc.rpc_sync("worker1", wait_for_release, timeout=timeout), after=0)
     finally:
         rpc.rpc_sync("worker1", release)
@@ -342,7 +342,7 @@ def test_calls_without_a_timeout_end_at_the_agents() -> None:
     assert rpc.get_rpc_timeout() == 0.5
     try:
         assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release), after=0.5)
-        # 0 is no limit, and an agent's limit can be changed while it runs.
+        # 0 means no limit, and an agent's limit can be changed while it runs.
         unlimited = rpc.rpc_async("worker1", wait_for_release, timeout=0)
         rpc._set_rpc_timeout(1.0)
         assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release), after=1.0)

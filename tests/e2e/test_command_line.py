@@ -133,7 +133,7 @@ def test_commands_print_json_to_stdout_and_the_rest_to_stderr(monkeypatch: pytes
     for arguments in (["info", "--json"], ["check", "--json"]):
         done = torch_ucx_rpc(*arguments)
         assert isinstance(json.loads(done.stdout), dict)
-    # Also from workers in other processes.
+    # Workers in other processes send it too.
     assert "UCX" in done.stderr
     # No process can have this number. The number 1 is a worker's own in a container that has the host's network.
     nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()

@@ -418,7 +418,7 @@ def take_what_is_taken(rank: int, steps: Steps, file: Path) -> None:
             join(5, name="worker0", rpc_backend_options=options)
         with pytest.raises(JoinFailed, match=r"worker rank 0 is not unique: rank 0 .* and rank 0 "):
             join(0, name="other", rpc_backend_options=options)
-        # Nothing is left of the attempts.
+        # The attempts leave no trace.
         join(1, rpc_backend_options=options)
         assert_answers(0)
         assert present() == {"worker0", "worker1"}

@@ -88,7 +88,7 @@ def test_a_forked_child_may_end_in_any_way() -> None:
     child.start()
     child.join(20)
     assert child.exitcode == 0
-    # A child that ends as programs do: Python's exit handlers, then those of C and C++.
+    # A child that ends as programs do: with the exit handlers of Python, then of C and C++.
     if (pid := os.fork()) == 0:
         end_as_python_does()
         atexit._run_exitfuncs()

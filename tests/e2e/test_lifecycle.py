@@ -139,7 +139,7 @@ def test_workers_that_do_not_come_are_named(rank: int) -> None:
     assert isinstance(raised.value, TimeoutError)
     assert raised.value.missing == (2, 3, 4)
     assert raised.value.timeout == 5
-    # Nothing is left of the attempt.
+    # The attempt leaves no trace.
     init_rpc(rank)
     assert_calls_work(2)
     rpc.shutdown()

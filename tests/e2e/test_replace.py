@@ -1,4 +1,4 @@
-"""UCX in the place of TensorPipe, by the function, or by the variable in programs without this package."""
+"""UCX instead of TensorPipe, by the function, or by the variable in programs without this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that are silent or cut off: the time of detection, and silences that are no end."""
+"""Workers that are silent or cut off: the time of detection, and silences without an end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // Arriving bytes, thrown at everything that reads them: headers, the assembler, bodies, the replay window. An input is
-// a run of steps, each a byte that says which, followed by what it needs. Bytes that are missing at the end are zeros.
+// a run of steps: a byte that names the step, followed by its data. Bytes that are missing at the end are zeros.
 // libFuzzer looks for inputs that crash, read out of bounds, or make something allocate more than was sent (`make
 // fuzz`). tests/cpp/wire/wire_corpus_test.cpp runs the inputs in corpus/, which tests/fuzz/seeds.py writes.
 
@@ -211,7 +211,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 2: // a header of another length
         receiver.onFrame(input.take(input.read<uint8_t>()), {}, false, 0);
         break;
-      case 3: { // a body by itself, with spans of sizes as announced
+      case 3: { // a body alone, with spans of the announced sizes
         std::vector<uint64_t> spanBytes(input.read<uint8_t>() % 8);
         for (uint64_t& bytes : spanBytes) {
           bytes = input.read<uint64_t>();

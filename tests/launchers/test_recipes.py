@@ -166,7 +166,7 @@ def test_kubernetes(place: Path) -> None:
     assert pod["subdomain"] == service["metadata"]["name"]
     size = job["spec"]["completions"]
     assert (size, str(size)) == (job["spec"]["parallelism"], variables["WORLD_SIZE"])
-    # The command of a pod, with this host in the place of the service.
+    # Return the command of a pod, with this host instead of the service.
     shell, option, command = container["command"]
     assert (shell, option) == ("sh", "-c")
     with reserved_port() as port:

@@ -28,7 +28,7 @@ def test_srun_over_nodes_that_do_not_follow_each_other(slurm: SlurmCluster) -> N
 @pytest.mark.field
 def test_batch_script_with_two_steps_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
-    # Different numbers of tasks on the nodes; and the script itself is no task.
+    # The nodes have different numbers of tasks, and the script itself is not a task.
     script.write_text(
         f"""#!/bin/bash
 srun --overlap -n 3 --output={tmp_path}/first.txt {PYTHON} {MEET} &

@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers: torch's own, here and behind an RRef, and those of pipelines."""
+"""Checkpoints of optimizers: torch's own, here and behind an RRef, and pipelines' optimizers."""
 
 from __future__ import annotations
 

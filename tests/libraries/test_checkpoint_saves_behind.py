@@ -155,7 +155,7 @@ def stop_before(owner: type, method: str, steps: Steps) -> None:
 
 
 class Counter:
-    """A value without ``state_dict`` that is no tensor and changes in place."""
+    """A value other than a tensor, without ``state_dict``, that changes in place."""
 
     def __init__(self) -> None:
         self.count = 1

@@ -1,4 +1,4 @@
-"""``pipe(x)`` and its way back: what is undone, what is let go of, and what a spare saves."""
+"""``pipe(x)`` and its backward: undone calls, freed memory, and recovery by a spare."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def call_and_drop() -> None:
     pipe = make_pipe([PassOn(), Failing(), nn.Linear(8, 4)], ["worker1", "worker2", "worker0"])
     for _ in range(4):
         pipe(torch.randn(8, 8))
-    # What a call keeps goes, at the latest, with the call after the one that dropped its output.
+    # The memory of a call is freed at the latest with the call after the one that dropped its output.
     assert on("worker1", graphs) <= 4
     pipe.gradients()
     assert [on(worker, graphs) for worker in ("worker0", "worker1", "worker2")] == [0, 0, 0]

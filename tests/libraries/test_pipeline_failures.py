@@ -80,7 +80,7 @@ def spoil() -> None:
     pipe.step(x, target=y)
     bad = x.clone()
     bad[7] = 200.0
-    # There were gradients before: with a part of a step added they are no use any more.
+    # There were gradients before. With a part of a step added they are useless.
     with pytest.raises(StageError, match="too much"):
         pipe.step(bad, target=y)
     optimizer.step()
@@ -155,7 +155,7 @@ def lose_a_stage() -> None:
     assert (raised.value.workers, raised.value.stages) == (("worker2",), (1,))
     for worker in ("worker0", "worker1"):
         eventually(lambda worker=worker: on(worker, kept) == 0, f"{worker} gives back the memory of the step")
-    # And it is told again rather than tried.
+    # The error is raised again instead of another attempt.
     with pytest.raises(StageLostError, match="worker2"):
         pipe.step(x, target=y)
     with pytest.raises(StageLostError, match="worker2"):
@@ -309,7 +309,7 @@ def test_stages_that_die_at_random_moments_change_no_loss(tmp_path, backend):
 
 
 def recall(folder: str, kill_after: int | None) -> list[float]:
-    """Whatever a step depends on changes after the save, and the loss is met where it is another."""
+    """All inputs of a step change after the save, and the worker is lost while they differ."""
     spares = ["worker3"] if kill_after is not None else []
     pipe = make_pipe(small_model(), spares=spares)
     early = pipe.optimizer(torch.optim.SGD, lr=0.3)

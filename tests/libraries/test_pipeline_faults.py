@@ -175,7 +175,7 @@ class SlowWhereWeightsAreOwned(torch.optim.SGD):
 
 
 class NotToBeSent:
-    """Nothing that pickle takes."""
+    """A value that pickle refuses."""
 
     def __reduce__(self) -> Any:
         raise TypeError("stays here")
@@ -214,7 +214,7 @@ def give_what_cannot_be_pickled() -> None:
     ):
         with pytest.raises((TypeError, AttributeError, ValueError)):
             wrong()
-        # It returns, and its gradients are those of one step.
+        # It returns, with the gradients of one step.
         assert torch.equal(pipe.step(x, target=y), good)
         pipe.zero_grad()
 

@@ -78,7 +78,7 @@ def test_listed_and_traced_stages_keep_their_modes() -> None:
 
 
 class Counting(nn.Module):
-    """Counts its forwards in a buffer, in place, and in one that it makes anew."""
+    """Counts its forwards in a buffer in place, and in another that it replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def two_optimizers_and_a_scaler() -> None:
     for one in mine:
         one.step(scaler=scaler)
     assert scaler.get_scale() == 8192.0
-    # A scale that the loop applies by itself is that of the last update.
+    # The loop itself applies the scale of the last update.
     pipe.zero_grad()
     x, y = torch.randn(8, 8), torch.randn(8, 4)
     before = scaler.get_scale()

@@ -205,7 +205,7 @@ def train_skipping() -> None:
         assert pipe.evaluate(x, target=y) == pipe.evaluate(x, target=y)
         by_itself = make_pipe(Skipping().eval(), workers, sample=x, schedule=schedule)
         model = Skipping().eval()
-        # Where it is divided a value is used twice in one stage, whose gradients are summed there first: equal but for
+        # At the division one stage uses a value twice, and sums its gradients first: the results differ only by
         # rounding.
         torch.testing.assert_close(by_itself.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
         found = by_itself.gradients()

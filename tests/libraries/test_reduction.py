@@ -1,4 +1,4 @@
-"""Gradients that are averaged by way of servers, and what is refused."""
+"""Gradients that are averaged through servers, and refused arguments."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def train_one_after_the_other(rank: int, steps: Steps) -> None:
                 model.zero_grad()
                 ddp(torch.full((1, 8), float(rank + step))).backward()
                 assert torch.equal(model.weight.grad, torch.full((1, 8), step + 1.5)), (turn, step)
-            # What lets go of the model takes its time, on each worker another one.
+            # Collection of the model takes a different time on each worker.
             del model, ddp
             time.sleep(0.01 * rank)
         steps.meet("trained", rank, 4)
@@ -231,7 +231,7 @@ class Various(nn.Module):
 
     def forward(self, rank: int) -> torch.Tensor:
         terms = [self.flat, self.transposed, self.last, *([self.partly] if rank == 0 else [])]
-        # Of each element another gradient, and of each trainer too.
+        # Each element and each trainer has another gradient.
         return sum((term.reshape(-1) * (POSITIONS + rank) * (place + 1)).sum() for place, term in enumerate(terms))
 
 
@@ -274,14 +274,14 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
     enter()
     model = make_model()
     if rank:
-        nn.init.zeros_(model[0].weight)  # not what it trains with
+        nn.init.zeros_(model[0].weight)  # not the one that it trains with
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     server = reduction.serve("worker3", trainers=2)
     copy = reduction.DataParallel(model, server, optimizer=optimizer)
     if rank < 2:
         train(copy, optimizer, rank, 5)
         steps.done("five steps")
-        # Whoever joins does so while the others train.
+        # A new trainer joins while the others train.
         while not steps.is_done("joined"):
             train(copy, optimizer, 10 + rank, 1)
     else:
@@ -368,7 +368,7 @@ def let_go_of_one_of_two_models(rank: int, steps: Steps) -> None:
         else:
             train(copies[0], optimizers[0], rank, 2)
             steps.done("trained alone")
-            # The third gets the model from here, and not from who has let go of it.
+            # The third gets the model from here, and not from the trainer that has dropped it.
             while not steps.is_done("begun"):
                 train(copies[0], optimizers[0], rank, 1)
         # The other one is still trained by both.
@@ -468,7 +468,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
         assert torch.equal(reduction.push_pull(server, [torch.ones(2), torch.ones(3)])[1], torch.ones(3))
-        # The first step is over, and waits for nobody.
+        # The first step is over, and does not wait for others.
         reduction.serve("worker1", trainers=2)
         reduction.serve("worker1", name="two", trainers=["worker0", "worker2"])
         reduction.serve("worker1", name="two", trainers=["worker2", "worker0"])

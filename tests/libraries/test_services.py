@@ -382,7 +382,7 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
         once, waited = services.call_async("once"), begin_call("wait")
         calls = [services.call_async("nap") for _ in range(500)]
         rpc.rpc_async("worker1", die)
-        # Those that were under way, and those that are begun while nobody has noticed.
+        # Calls that were under way, and calls that begin before the loss is noticed.
         answers = [call.wait() for call in calls] + [services.call("nap") for _ in range(500)]
         assert set(answers[500:]) >= {"worker2", "worker3"}
         with pytest.raises(WorkerLost) as lost:

@@ -92,7 +92,7 @@ def go_on_without_two(rank: int, steps: Steps, group: str) -> None:
         services.register("after", own_name)
         with pytest.raises(UnknownName, match="no living worker offers 'unknown'"):
             services.call("unknown")
-        # Silence is no end.
+        # Silence is not an end.
         assert offered() == {"of 1", "of 2", "of 3", "while it hangs", "after"}
         with pytest.raises(NameTaken, match="'worker3'"):
             services.pair("of 3", 1)
@@ -123,7 +123,7 @@ def stop_the_decider(rank: int, steps: Steps) -> None:
     if rank == 1:
         workers.stop(pid_of(steps, 0))
         services.register("while it hangs", own_name)
-        # It is no member, so the others are called.
+        # It is not a member, so the others are called.
         assert {services.call("replica", timeout=5) for _ in range(6)} == {"worker1", "worker2"}
         os.kill(pid_of(steps, 0), signal.SIGCONT)
         eventually(lambda: services.call("replica") == "worker0", "it is called again")

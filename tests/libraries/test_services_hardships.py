@@ -52,7 +52,7 @@ def miss_changes(rank: int, steps: Steps) -> None:
         assert services.call("old") == "worker0"
         steps.done("called")
         steps.wait_for("changed")
-        # It asks for nothing: it is told.
+        # It does not ask: the decider reports to it.
         eventually(lambda: set(_directory.directory().owners["worker0"].offers) == {"new"}, "it has heard")
         with pytest.raises(UnknownName):
             services.call("old")
@@ -61,7 +61,7 @@ def miss_changes(rank: int, steps: Steps) -> None:
 
 
 def be_deaf() -> None:
-    """Hear nothing that the decider sends by itself."""
+    """Drop messages that the decider sends unasked."""
     _directory._hear = lambda update: update.at  # type: ignore[assignment]
 
 
@@ -236,7 +236,7 @@ def stop_watching(rank: int) -> None:
     services.register("name", own_name)
     stop()
     go_on.set()
-    # What there is to tell is told one after the other.
+    # Reports come one after the other.
     is_told.clear()
     services.watch("name", on_change)
     assert is_told.wait(30)

@@ -32,12 +32,12 @@ def refresh() -> None:
     wanted = {name for name in (*listed, *built) if (ROOT / name).is_file()}
     for name in sorted(wanted):
         file, target = ROOT / name, COPY / name
-        # The build goes by the times of files.
+        # The build compares the times of files.
         if target.exists() and target.read_bytes() == file.read_bytes():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    # Drop files of a former copy: a test that has moved would be found twice.
+    # Drop files of an earlier copy: a test that has moved would be found twice.
     for file in [*sources(COPY), *(COPY / "tests").rglob("*.py")]:
         if str(file.relative_to(COPY)) not in wanted:
             file.unlink(missing_ok=True)

@@ -86,7 +86,7 @@ class Member:
             self.samples.append(Sample(time.monotonic(), resident, threads, files))
 
     def has_ended(self) -> bool:
-        """Also reads its report."""
+        """This also reads its report."""
         if self._report.poll():
             with contextlib.suppress(EOFError):
                 succeeded, content = pickle.loads(self._report.recv_bytes())
@@ -107,7 +107,7 @@ class Member:
 
 
 class Crew:
-    """All present and former workers of a run, on the hosts in turn, with a Store beside them."""
+    """All present and earlier workers of a run, on the hosts in turn, with a Store beside them."""
 
     def __init__(self, hosts: VirtualHosts, size: int, seed: int, directory: Path) -> None:
         self.hosts = hosts
@@ -241,7 +241,7 @@ class Crew:
 
     def _see_who_hangs(self) -> None:
         """Write the stacks of all workers beside the journals if the calls of one worker do not end."""
-        # A worker that is ordered to join again has another name at once, and may hang under the former one.
+        # A worker that is ordered to join again has another name at once, and may hang under the earlier one.
         names = [f"{member.life} {n}" for member in self.current.values() for n in range(member.membership + 1)]
         for step in map(hangs, names):
             if self.steps.is_done(step) and not self.steps.is_done(f"seen: {step}"):
@@ -269,7 +269,7 @@ class Crew:
 
 
 class WorkerEnded(RuntimeError):
-    """A worker has ended by itself."""
+    """A worker has ended without an order."""
 
     def __init__(self, member: Member) -> None:
         code = member.process.exitcode

@@ -1,8 +1,8 @@
 """The journal of a worker, in files that outlive it however it ends.
 
-Each process has two: ``3.2.calls``, of rank 3 and the third process to have it, is an array of `ENTRY`;
-``3.2.events`` has the failures of calls and the memberships, a JSON object a line. Times are those of the monotonic
-clock, which all processes of a machine share.
+Each process has two: ``3.2.calls``, of rank 3 and the third process to have it, is an array of `ENTRY`; ``3.2.events``
+has the failures of calls and the memberships, a JSON object a line. Times come from the monotonic clock, which all
+processes of a machine share.
 """
 
 from __future__ import annotations

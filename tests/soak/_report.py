@@ -45,9 +45,9 @@ class KindOfCall:
 class Memory:
     """Memory of a worker that lived from the beginning to the end, in MiB.
 
-    Resident memory goes up and down with the tensors under way; a leak shows in the lowest values. So the slope is that
-    of the minima of equal parts of the time, and its noise the standard error of that. It is flat if its growth is
-    tolerated, or if the slope is no more than its noise: a smaller leak does not show.
+    Resident memory goes up and down with the tensors under way; a leak shows in the lowest values. So the slope is
+    fitted to the minima of equal parts of the time, and the noise is its standard error. It is flat if its growth is
+    tolerated, or if the slope is at most its noise: a smaller leak does not show.
     """
 
     name: str

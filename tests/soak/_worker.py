@@ -81,7 +81,7 @@ def hangs(who: str) -> str:
 def live(rank: int, life: Life) -> dict[str, int]:
     """The body of a worker: calls and is called, until it gets the order to stop. Returns the numbers of its leftovers.
 
-    The stacks of leftover threads are in a file beside the journals, and so are those of all workers while its calls
+    The stacks of leftover threads are in a file beside the journals, like the stacks of all workers while its calls
     hang.
     """
     _return_freed_memory()
@@ -191,7 +191,7 @@ def _what_is_left() -> dict[str, int]:
 
     def counts() -> dict[str, int]:
         gc.collect()
-        # Messages of members that came meanwhile have waited for the GIL.
+        # Members' messages that came in between have waited for the GIL.
         time.sleep(0.05)
         metrics = agent().get_metrics()
         names = ("pool.in_use_bytes", "window.in_use_bytes", "window.waiting_messages", "agent.server_active_calls")

@@ -16,7 +16,7 @@ def run_fresh(script: str, **job: Any) -> None:
     are arguments of `workers.run_workers`.
     """
     __tracebackhide__ = True
-    # A worker for TensorPipe does not import this package by itself.
+    # A worker for TensorPipe does not import this package unasked.
     workers.run_workers(1, _run, textwrap.dedent(script), backend="TENSORPIPE", init=False, **job)
 
 

@@ -1,4 +1,4 @@
-"""The site of the documentation: its navigation has every page, and its links are those of the repository."""
+"""The site of the documentation: its navigation has every page, and its links match the repository's."""
 
 from __future__ import annotations
 

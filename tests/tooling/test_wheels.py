@@ -65,7 +65,7 @@ def test_wheel_is_for_one_torch_minor_and_the_ucx_of_its_cuda(tools, monkeypatch
     ucx_facts = {"UCX_VERSION": "1.22", "UCX_LIBRARY_DIR": "/wheel/lib"}
     monkeypatch.setattr(build_environment, "ucx_facts", lambda choice: ucx_facts)
     assert build_environment.pins() == ("torch2.13", ["torch==2.13.*", "numpy", ucx])
-    # conda's and the system's UCX are no packages of pip.
+    # conda's and the system's UCX are not packages of pip.
     ucx_facts["UCX_LIBRARY_DIR"] = "/usr/lib"
     assert build_environment.pins() == ("torch2.13", ["torch==2.13.*", "numpy"])
 

@@ -17,7 +17,7 @@ CUDA = torch.device("cuda:1")
 
 
 def records_of_a_job(workers: int) -> list[Record]:
-    """Records like those of workers on several hosts, whose addresses share most bytes by host."""
+    """Return records as of workers on several hosts, whose addresses share most bytes by host."""
     numbers = random.Random(1)
     kind = numbers.randbytes(280)
     return [

@@ -16,7 +16,7 @@ SPEC = Spec("server", ("host",), 1, None, None, 100)
 
 
 class Trainer:
-    """A trainer, whose copy of the model is what it began with and the sums that it has applied."""
+    """A trainer, whose copy of the model is its beginning and the sums that it has applied."""
 
     def __init__(self, name: str, quorum: int | None, expected: int) -> None:
         self.name = name
@@ -107,7 +107,7 @@ class World:
     # -- a trainer
 
     def go_on(self, one: Trainer) -> None:
-        """What a trainer does of itself."""
+        """The unprompted action of a trainer."""
         at, opening = one.standing, one.opening
         if one.has_left or opening is None or opening.epoch != one.epoch:
             return
@@ -165,7 +165,7 @@ class World:
         name, epoch, message = self.mail.pop(self.random.randrange(len(self.mail)))
         one = self.trainers.get(name)
         if isinstance(message, Report):
-            # The fence: what was said in another epoch is not heard.
+            # The fence: messages of another epoch are dropped.
             if self.ledger is not None and epoch == self.epoch:
                 self.ledger.update(name, message)
                 self.carry_out()

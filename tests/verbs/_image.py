@@ -1,4 +1,4 @@
-"""The disk of the machines: `Image`. Nothing is emulated while it is made."""
+"""The disk of the machines: `Image`. Making it does not need emulation."""
 
 from __future__ import annotations
 

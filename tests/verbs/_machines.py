@@ -29,7 +29,7 @@ ABORTED = 128 + signal.SIGABRT
 
 
 class MachineEnded(Exception):
-    """A machine ended by itself: its kernel has crashed, and its console says why."""
+    """A machine ended unasked: its kernel has crashed, and its console has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -233,7 +233,7 @@ def _pause(machine: Machine, seconds: float) -> None:
 
 
 def _cut(machines: Machines, seconds: float) -> None:
-    """In both directions; neither machine is told."""
+    """This cuts both directions, and neither machine is notified."""
     for command in (_LOSE_ALL, _LOSE_NONE):
         jobs = [machine.begin(command) for machine in (machines.first, machines.second)]
         for job in jobs:

@@ -87,7 +87,7 @@ class TestWorker {
       directory.add(member);
     }
   }
-  // Copies of what it sends to itself are messages without tensors, unless `options` say otherwise.
+  // Its messages to itself are copied without tensors, unless `options` say otherwise.
   template <typename... Options>
   TestWorker(
       LoopbackNetwork& network,
@@ -121,7 +121,7 @@ class TestWorker {
     EXPECT_TRUE(messenger.lead());
   }
 
-  // Lets time pass, and the timer run what is due by then.
+  // Lets time pass, and the timer run its due tasks.
   void advance(Timer::Clock::duration time) {
     now.store(now.load() + time);
     (void)timer.runDue(now.load());

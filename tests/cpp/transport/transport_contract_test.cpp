@@ -668,7 +668,7 @@ TEST_P(TransportContractTest, AbandonedEndpointEndsItsOperationsWithAnError) {
   TestEndpoint& c = testEndpoint("c");
   const EndpointId toC = a.connect(c);
   a.transport->abandon(sent.toB);
-  a.transport->abandon(sent.toB); // twice is no harm
+  a.transport->abandon(sent.toB); // twice does no harm
   ASSERT_TRUE(progressUntil([&] { return a.transport->operationsInFlight() == 0; }));
   for (const Outcome& sending : sent.pending) {
     EXPECT_TRUE(sending.error());

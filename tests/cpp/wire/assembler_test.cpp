@@ -262,7 +262,7 @@ TEST_F(AssemblerTest, PartsOfACanceledMessageAreHandedOutAtOnce) {
   EXPECT_EQ(add(header(kBodyIndex, 3)), Assembler::Outcome::kGivenUp);
   EXPECT_EQ(add(header(1, 3)), Assembler::Outcome::kGivenUp);
   EXPECT_EQ(out_.size(), 4u);
-  // Nothing is remembered after the last part.
+  // The last part clears all state.
   EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
 }
 

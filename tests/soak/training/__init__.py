@@ -5,7 +5,7 @@
 Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
 quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of
 each step. It fails if two trainers have different parameters in the same step, if a trainer is in no step for
-`_STALL_S`, or if a process ends by itself. Then it prints the stacks of the others.
+`_STALL_S`, or if a process ends without an order. Then it prints the stacks of the others.
 """
 
 # mypy: allow-untyped-calls
@@ -45,7 +45,7 @@ _ENDING_S = 60.0
 _LAST_S = 0.5
 _PAUSES_S = (0.1, 0.3, 0.6, 1.0)
 _ABSENCES_S = (0.0, 0.5, 2.0)
-# Of strikes, so many stop a worker instead of killing it: for a moment, or until the others have left it out.
+# Share of strikes that stop a worker instead of killing it, for a moment or until the others have left it out.
 _STOPPING = 0.3
 _STOPS_S = (0.5, 2.0, 7.0)
 
@@ -197,7 +197,7 @@ class Job:
         return journal.stat().st_mtime if journal.exists() and journal.stat().st_size else None
 
     def live(self, seconds: float) -> None:
-        """Kill and restart for ``seconds``; `Failed` if a process ends by itself or stalls."""
+        """Kill and restart for ``seconds``. Raises `Failed` if a process ends without an order or stalls."""
         give_up_at = time.monotonic() + _STARTING_S
         while not all(self._last_step(name) for name in self._kind.workers if name not in self._kind.hosts):
             self._look()
@@ -305,7 +305,7 @@ class Step(NamedTuple):
 
 
 def steps(folder: Path, killed: set[str]) -> Iterator[Step]:
-    """The steps of all, but for the last one of each process that was killed.
+    """Return the steps of all, except the last one of each killed process.
 
     As a host it may have answered itself, and died before it answered the others, which then repeat that step.
     """

@@ -66,7 +66,7 @@ class VirtualHosts(Sequence["VirtualHost"]):
         self._resources.close()
 
     def _write_remote_shell(self) -> Path:
-        """A program in the place of ssh, on ``head``: ``remote-shell [options] HOST COMMAND...``"""
+        """A program instead of ssh, on ``head``: ``remote-shell [options] HOST COMMAND...``"""
         cases = "".join(f"  {host.name} | {host.address}) pid={host.pid} ;;\n" for host in self._hosts)
         script = self._directory / "remote-shell"
         script.write_text(

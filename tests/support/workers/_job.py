@@ -20,7 +20,7 @@ from ._worker import Transport, Worker, worker_name
 # The others' time to report or end after the first failure: later errors often say more.
 _GRACE_S = 5.0
 
-# The agent's warning for tensors of a GPU over TCP alone, which is no fault there.
+# The agent's warning for tensors of a GPU over TCP alone, where it is not a fault.
 SAID_OVER_TCP = "are in device memory that UCX cannot share with another process"
 
 # A level in lines of UCX's log, on stdout. The agent reports ordinary failures itself.
@@ -58,7 +58,7 @@ def run_workers(
         hosts: hosts of the workers, in turn; this machine by default.
         options: arguments for the backend's options object.
         env: variables that are set in each worker before UCX is loaded.
-        init: false when the body joins by itself, with `workers.init_rpc`; it then also shuts down by itself.
+        init: false if the body itself joins, with `workers.init_rpc`, and shuts down.
         shutdown: false if the body shuts RPC down itself.
         exit_codes: rank to exit code, of the workers whose body ends the process and returns nothing (None is their
             result).

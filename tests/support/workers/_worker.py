@@ -135,7 +135,7 @@ class Worker:
         dump_stacks_on_request(self.directory)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        # A developer's variables must not decide what is tested.
+        # A developer's variables must not change the test.
         for variable in [name for name in os.environ if name.startswith(("UCX_", "TORCH_UCX_RPC_"))]:
             del os.environ[variable]
         if self.transport is Transport.TCP:
