@@ -1,4 +1,4 @@
-"""Jobs of the library tests: worker0 drives, the others serve. The one place that knows the tests' harness."""
+"""Jobs of the library tests: worker0 drives, the others serve. Only this module uses the tests' harness."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 BACKENDS = ("UCX", "TENSORPIPE")
 # The exit code of a worker that was killed.
 KILLED = -signal.SIGKILL
-# Jobs of seconds, on machines that may have much else to do. Calls have their own 60 s, within that.
+# Limit of a job, which takes seconds, on a machine that may be busy. Calls within it have 60 s.
 PATIENCE_S = 150.0
 Stalls = workers.Stalls
 eventually = workers.eventually
@@ -51,7 +51,7 @@ def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
-    """The same for a ``body`` that kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's
+    """Do `drive` for a ``body`` that kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's
     program."""
     __tracebackhide__ = True
     codes = dict.fromkeys(dying, KILLED)
@@ -129,8 +129,8 @@ def reference_step(
     target: torch.Tensor,
     last_first: bool = False,
 ) -> torch.Tensor:
-    """A step in one process: the same micro-batches, one after the other. With ``last_first`` all go forward first, and
-    then backward from the last one on."""
+    """Run a step in one process, with the same micro-batches one after the other. With ``last_first`` all go forward
+    first, and then backward from the last one on."""
     total = torch.zeros(())
     waiting = []
     parts = zip(*(one.tensor_split(chunks) for one in (*args, target)), strict=True)

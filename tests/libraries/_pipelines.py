@@ -12,7 +12,7 @@ from ._jobs import reference_step
 
 
 class Failing(nn.Module):
-    """Raises at a value above 100 in the forward, or below -100 on the way back."""
+    """A module that raises at a value above 100 in the forward, or below -100 in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 class Twins:
-    """A pipeline, and the same model in one process, which are trained alike."""
+    """A pipeline, and the same model in one process, trained alike."""
 
     def __init__(self, pipe: Any, model: nn.Module, optimizer: Any) -> None:
         self._pipe, self._model = pipe, model
         self._optimizers = pipe.optimizer(optimizer, lr=0.1), optimizer(model.parameters(), lr=0.1)
 
     def step(self, x: torch.Tensor | None = None, y: torch.Tensor | None = None) -> None:
-        """Train both on a batch, by default a random one; their losses are equal bit for bit."""
+        """Train both on a batch, by default a random one. Their losses are equal bit for bit."""
         x = torch.randn(8, 8) if x is None else x
         y = torch.randn(8, 4) if y is None else y
         assert torch.equal(self._pipe.step(x, target=y), reference_step(self._model, F.mse_loss, 4, x, target=y))

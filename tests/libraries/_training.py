@@ -20,7 +20,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 @contextlib.contextmanager
 def process_group(rank: int, size: int, path: Path) -> Iterator[None]:
-    """gloo's group of the first ``size`` workers."""
+    """Return gloo's group of the first ``size`` workers."""
     dist.init_process_group("gloo", init_method=(path / "group").as_uri(), rank=rank, world_size=size)
     keep_process_group()
     try:
@@ -60,5 +60,5 @@ def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def step_of(server: reduction.Server) -> int:
-    """How many steps the first model of a server has done."""
+    """Return the number of steps of a server's first model."""
     return server.positions.get("model0", 0)

@@ -20,17 +20,17 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=BACKENDS)
 def run_on_both(request: pytest.FixtureRequest) -> Callable[..., list]:
-    """`workers.run_workers` on each backend."""
+    """Return `workers.run_workers`, on each backend."""
     return functools.partial(workers.run_workers, backend=request.param, silent=False, timeout=PATIENCE_S)
 
 
 @pytest.fixture
 def run_on_ucx() -> Callable[..., list]:
-    """`workers.run_workers`, with workers that may print what torch prints when a callee raises."""
+    """Return `workers.run_workers`, whose workers may print torch's message about a callee that raised."""
     return functools.partial(workers.run_workers, silent=False, timeout=PATIENCE_S)
 
 
 @pytest.fixture
 def run_on_tensorpipe() -> Callable[..., list]:
-    """`workers.run_workers` on TensorPipe."""
+    """Return `workers.run_workers` on TensorPipe."""
     return functools.partial(workers.run_workers, backend="TENSORPIPE", silent=False, timeout=PATIENCE_S)

@@ -18,7 +18,7 @@ from torch_ucx_rpc.errors import CallTimedOut, EpochEnded, NotRunning, WorkerLos
 
 RunWorkers = Callable[..., list]
 
-# Below and above every size at which the transfer of a value changes.
+# Sizes below and above each limit at which the transfer of a value changes.
 SIZES = (0, 1, 1000, 40_000, 1 << 20, 9 << 20)
 
 
@@ -138,7 +138,7 @@ def time_out(rank: int) -> None:
     with pytest.raises(CallTimedOut, match=f"worker '{other}' .*under tag 'never' of channel 'silent'"):
         channel.take(other, "never", timeout=0.2)
     assert time.monotonic() - began >= 0.2
-    # A value that comes after its take has timed out waits for the next one.
+    # A value that comes after its take has timed out waits for the next take.
     channel.put(other, "has timed out", torch.ones(1))
     channel.take(other, "has timed out")
     channel.put(other, "never", torch.ones(1))

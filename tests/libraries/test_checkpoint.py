@@ -29,7 +29,7 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 def read_plainly(state: dict[str, Any], checkpoint_id: Any) -> None:
-    """Like a program without workers. torch warns that it is alone."""
+    """It reads like a program without workers. torch warns that it is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=checkpoint_id, no_dist=True)
@@ -82,7 +82,7 @@ def go_on_with_other_stages(folder: str) -> None:
     assert second.param_groups[0]["lr"] == 0.05
     assert train(three, second, some[3:]) == expected
 
-    # Plain DCP, in one process that knows nothing of the workers.
+    # Plain DCP reads it in one process, without the workers.
     model = small_model(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     train_reference(model, optimizer, some[:1])
@@ -98,7 +98,7 @@ def go_on_with_other_stages(folder: str) -> None:
     assert saved["epoch"] == 7
     assert saved["model"].keys() == model.state_dict().keys()
 
-    # And what plain DCP has written is read by all workers.
+    # All workers read plain DCP's files.
     back = Path(folder, "back")
     write_plainly({"model": model.state_dict()}, checkpoint_id=back)
     checkpoint.load({"model": two}, back)
@@ -131,7 +131,7 @@ def save_behind(folder: str) -> None:
         future = checkpoint.save(
             {"model": pipe, "optim": optimizer, "mine": mine}, Path(folder, "ckpt"), asynchronous=True
         )
-        # All has been copied: what changes now does not reach the file.
+        # All values have been copied: later changes do not reach the file.
         mine.add_(1)
         train(pipe, optimizer, some[2:])
         future.wait()
@@ -140,7 +140,7 @@ def save_behind(folder: str) -> None:
         assert torch.equal(found["mine"], torch.arange(1000.0) + number)
         assert all(torch.equal(value, before[name]) for name, value in found["model"].items())
         before = pipe.state_dict()
-    # One checkpoint's files, not two's.
+    # Only one checkpoint's files remain.
     names = [file.name.split("_")[2] for file in Path(folder, "ckpt").glob("*.distcp")]
     assert len(set(names)) == 1
 
@@ -150,7 +150,7 @@ def test_an_asynchronous_save_has_the_state_of_its_return(tmp_path):
 
 
 def die_while_writing(self: Any, plan: Any, planner: Any) -> Any:
-    """Replaces the writer's method: writes half a file, and then dies."""
+    """A replacement of the writer's method that writes half a file, and then dies."""
     Path(self.path, f"{plan.storage_data.prefix}0.distcp").write_bytes(b"half of it")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -188,7 +188,7 @@ def test_death_during_a_save_leaves_the_former_checkpoint(tmp_path, backend):
 
 
 def memory(of: str) -> int:
-    """Bytes: ``VmRSS`` is what this process has, and ``VmHWM`` the most that it has had since it was last reset."""
+    """Return bytes: ``VmRSS`` is the present memory of this process, and ``VmHWM`` its peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(of)).split()[1])
 
@@ -203,7 +203,7 @@ def grow(folder: str) -> None:
     own, layers = 64 * 2**20, 64
     pipe = make_pipe(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2 * layers))), loss=None)
     path = Path(folder, "ckpt")
-    # Once before, so that imports do not count.
+    # Save once before, so that imports do not count.
     checkpoint.save({"model": pipe}, path)
     checkpoint.load({"model": pipe}, path)
     for action in (checkpoint.save, checkpoint.load):
@@ -293,12 +293,12 @@ def has_gradients(rref: Any) -> bool:
 
 
 def test_remote_modules_are_modules_and_saved_where_they_are(tmp_path, backend):
-    # RPC writes exceptions of a remote method to the stderr of its worker.
+    # RPC writes exceptions of a remote method to its worker's stderr.
     drive(keep_remote_modules, 3, str(tmp_path), backend=backend, silent=False)
 
 
 def into_its_own_folder(path: str, real: str) -> None:
-    """Writes the files for ``path`` elsewhere, as on a host that does not share it."""
+    """A writer that puts the files for ``path`` elsewhere, as on a host that does not share it."""
     from torch_ucx_rpc.checkpoint import storage
 
     begin = storage.Writer.__init__

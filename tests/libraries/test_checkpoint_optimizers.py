@@ -190,7 +190,7 @@ def test_another_number_of_groups_of_a_pipelines_optimizer_too(tmp_path):
 
 
 def go_on_with_a_tensor(folder: str) -> None:
-    """Learning rates that are tensors, and that a scheduler changes in place."""
+    """Learning rates are tensors that a scheduler changes in place."""
     x, y = torch.linspace(-1, 1, 64).reshape(8, 8), torch.zeros(8, 4)
     some = [(x, y)] * 6
     pipe = make_pipe(small_model(), ["worker0", "worker1"])
@@ -240,7 +240,7 @@ def grow(folder: str) -> None:
     optimizer = pipe.optimizer(torch.optim.Adam)
     train(pipe, optimizer, [(torch.zeros(1, 512), torch.zeros(1, 512))])
     pipe.synchronize()
-    # Once before, with another pipeline, so that imports and freed memory do not count.
+    # Save another pipeline before, so that imports and freed memory do not count.
     small = make_pipe(small_model())
     small.save(folder)
     small.load(folder)

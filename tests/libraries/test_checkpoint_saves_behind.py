@@ -18,7 +18,7 @@ from torch_ucx_rpc.checkpoint import loading, storage
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A disk that writes nothing before this event, which is set except in tests that use it."""
+    """A disk that waits for this event before it writes. The event is set, except in tests that use it."""
     may_write = threading.Event()
     write = storage.Writer.write_data
 
@@ -31,7 +31,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def holds(path: Path) -> float:
-    """The value in a whole checkpoint: exactly its files are there."""
+    """Return the value in a whole checkpoint, after a check that only its files are there."""
     state = {"x": torch.zeros(())}
     checkpoint.load(state, path)
     assert len(list(path.iterdir())) == 2, "the metadata and one file"
@@ -123,7 +123,7 @@ def test_a_checkpoint_stays_where_the_former_cannot_be_removed(tmp_path, monkeyp
 
 
 def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
-    """Rank 1 saves 2, or loads the present 1, and in the middle of that rank 0 saves 3."""
+    """Rank 1 saves 2, or loads the present 1. In the middle of that, rank 0 saves 3."""
     if rank == 0:
         steps.wait_for("in the middle")
         second = threading.Thread(target=checkpoint.save, args=({"x": torch.tensor(3.0)}, folder))

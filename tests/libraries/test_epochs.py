@@ -30,7 +30,7 @@ def names(group: Group) -> list[str]:
 
 
 def make(steps: Steps, rank: int, of: int) -> Group:
-    """A group of all workers, returned once all know it."""
+    """Return a group of all workers, once all know it."""
     group = members.group("test", LIMIT)
     eventually(lambda: len(group.wait().members) == of, "all are members")
     steps.meet("member", rank, of)
@@ -99,7 +99,7 @@ def outlive(rank: int, steps: Steps, dying: int) -> None:
     rpc.shutdown(graceful=False)
 
 
-# The kernel's time to end a process with torch.
+# Time of the kernel to end a process with torch.
 KILLING_S = 0.1
 
 
@@ -248,7 +248,7 @@ def be_cut_off(rank: int, steps: Steps, fate: Fate, cut: str) -> None:
     sides = {host: [other for other in range(of) if "abc"[other % 3] == host] for host in "abc"}
     away = sides[cut]
     staying = [other for other in range(of) if other not in away]
-    # On a tie, the side of the decider.
+    # On a tie the decider's side goes on.
     wins = away if 2 * len(away) > of or (2 * len(away) == of and 0 in away) else staying
     progress: list[tuple[float, int]] = []
     over = threading.Event()

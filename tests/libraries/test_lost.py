@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.on_lost`: the workers that hear of an end, and of which ends."""
+"""`torch_ucx_rpc.on_lost`: the ends that it reports, and the workers that hear of them."""
 
 from __future__ import annotations
 

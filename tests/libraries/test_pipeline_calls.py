@@ -14,7 +14,7 @@ from ._pipelines import Failing, PassOn, assert_equal_gradients, make_pipe
 
 
 def graphs() -> int:
-    """Micro-batches of which stages of this worker keep what their way back needs."""
+    """Return the micro-batches for which stages of this worker keep state for the backward."""
     from torch_ucx_rpc.pipeline import _host
 
     return sum(len(stage.graphs) for one in _host.hosts_here() for stage in one.stages.by_index.values())
@@ -30,14 +30,14 @@ def fail_on_the_way_back() -> None:
     good = pipe.step(x, target=y)
     pipe.zero_grad()
     bad = x.clone()
-    # The other micro-batches have been on their way back when this one fails.
+    # The other micro-batches have gone back when this one fails.
     bad[0] = -200.0
     with pytest.raises(StageError, match=r"stage 1 on worker 'worker2' failed in the backward of micro-batch 0"):
         pipe(bad).sum().backward()
     assert all(gradient is None for gradient in pipe.gradients().values())
     assert [on(worker, graphs) for worker in workers] == [0, 0, 0]
     assert torch.equal(pipe.step(x, target=y), good)
-    # There are gradients of an earlier step now, which the failure spoils.
+    # The failure spoils the gradients of an earlier step.
     with pytest.raises(StageError, match="no way back"):
         pipe(bad).sum().backward()
     optimizer.step()
@@ -89,7 +89,7 @@ def lose_between_calls(folder: str) -> None:
     kept = pipe(x)
     model.load_state_dict(pipe.state_dict())
     kill("worker2")
-    # A forward is made on a spare, and so is its way back.
+    # A forward runs on a spare, and so does its backward.
     pipe.zero_grad()
     out = pipe(x)
     expected = torch.cat([model(part) for part in x.tensor_split(4)])
@@ -98,14 +98,14 @@ def lose_between_calls(folder: str) -> None:
     expected.sum().backward()
     assert_equal_gradients(pipe, model)
     assert pipe.workers == ["worker1", "worker3"]
-    # After such a backward nothing can be done again, so no batch is kept for that.
+    # After such a backward no step can be repeated, so no batch is kept for that.
     entries = len(pipe._recovery._journal)
     del out
     pipe(x)
     assert len(pipe._recovery._journal) == entries
     with pytest.raises(PipelineError, match=r"a worker was lost, or replaced, since.*call the pipeline again"):
         kept.sum().backward()
-    # A loss in a way back is an error, and the next call puts a spare in.
+    # A loss in a backward is an error, and the next call uses a spare.
     pipe.save(folder + "-again")
     out = pipe(x)
     kill("worker3")

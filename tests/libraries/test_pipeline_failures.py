@@ -21,7 +21,7 @@ from ._pipelines import Failing, PassOn, Twins, make_pipe
 
 
 def kept() -> int:
-    """The memory of stages for the way back, and values that lie in slots."""
+    """Return the memory of stages for the backward, and the values in slots."""
     from torch_ucx_rpc.pipeline import _host
 
     return sum(
@@ -52,7 +52,7 @@ def fail_and_go_on() -> None:
             assert f"stage 1 on worker 'worker2' failed in the {kind}" in str(error)
             assert ("in forward" if kind == "forward" else "in raise_on_the_way_back") in error.traceback_text
             assert "_host.py" not in error.traceback_text
-            # The step is undone, nothing is kept, and the next one is as if nothing had been.
+            # The step is undone and its memory freed, and the next step is not affected.
             assert all(gradient is None for gradient in pipe.gradients().values())
             assert [on(worker, kept) for worker in workers] == [0, 0, 0]
             assert torch.equal(pipe.step(x, target=y), good)
@@ -108,7 +108,7 @@ def test_optimizer_error_is_raised_and_its_gradients_dropped():
 
 
 class Slow(nn.Module):
-    """Takes its time, so that a worker can be killed in the middle of a step."""
+    """A slow layer, so that a worker can be killed in the middle of a step."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def slow_model(seconds: float) -> nn.Sequential:
 
 
 def kill_soon(pid: int, after_s: float) -> None:
-    """From a thread, while the caller is in a step."""
+    """Kill it from a thread, while the caller is in a step."""
     timer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
     timer.daemon = True
     timer.start()
@@ -167,7 +167,8 @@ def test_a_dead_stage_without_a_spare_is_one_error_that_names_it(backend):
 
 
 def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asynchronous: bool) -> list[float]:
-    """Losses of ten steps with dropout, a schedule of learning rates and clipping; one stage dies in a step."""
+    """Return the losses of ten steps with dropout, a schedule of learning rates and clipping. One stage dies in a
+    step."""
     for worker in ("worker1", "worker2"):
         on(worker, seed, 5)
     pipe = make_pipe(slow_model(0.01), spares=spares, schedule="1F1B")
@@ -176,7 +177,7 @@ def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asy
     generator = torch.Generator().manual_seed(3)
     losses = []
     pipe.save(Path(folder, "first"))
-    slowest = 0.0  # without what the machine took
+    slowest = 0.0  # without the machine's time
     for number in range(10):
         if number == save_at:
             future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
@@ -215,7 +216,7 @@ def test_spare_takes_over_and_all_losses_stay_the_same(tmp_path, backend, save_a
 
 
 def cut_off(is_cut: bool) -> None:
-    """This worker's stages cannot send to others, or can again."""
+    """Prevent this worker's stages from sending to others, or allow it again."""
     from torch_ucx_rpc.errors import WorkerLost
     from torch_ucx_rpc.pipeline import _exchange, _host
 
@@ -260,7 +261,7 @@ def steady_model() -> nn.Sequential:
 
 
 def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[list[float], dict[str, Any]]:
-    """Twenty steps, saved now and then in either way. Two of three stages are killed, at any moment of any step."""
+    """Do twenty steps with saves of both kinds. Two of three stages are killed, at any moment of any step."""
     chance = random.Random(seed_of_deaths)
     victims = chance.sample(["worker1", "worker2", "worker3"], 2)
     deaths = {
@@ -294,7 +295,7 @@ def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[l
         assert time.monotonic() - start < 5.0 + stalls.seconds()
     pipe.synchronize()
     for victim, _ in deaths.values():
-        # One that is killed in the last step dies now.
+        # A worker that is killed in the last step dies now.
         eventually(lambda victim=victim: not Path(f"/proc/{processes[victim]}/task").exists(), f"{victim} is dead")
     return losses, pipe.state_dict()
 
@@ -361,7 +362,7 @@ def hold_writing(seconds: float) -> None:
 
 
 def lose_behind_a_save(folder: str, dying: str) -> None:
-    """A stage dies while a save is being written: it counts if it comes to its end, and else the one before does."""
+    """A stage dies while a save is being written. This save counts if it completes; otherwise the previous one does."""
     pipe, model = make_pipe(small_model(), spares=["worker3"]), small_model()
     both = Twins(pipe, model, torch.optim.AdamW).step
     pipe.save(Path(folder, "first"))
@@ -403,7 +404,7 @@ def replace_by_hand(folder: str) -> None:
     pipe.replace("worker2", "worker3")
     pipe.load(Path(folder, "one"))
     both(*batches[1])
-    # A living one is replaced just so.
+    # A living worker is replaced in the same way.
     pipe.save(Path(folder, "two"))
     pipe.replace("worker1", "worker0")
     pipe.load()

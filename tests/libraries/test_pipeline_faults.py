@@ -1,4 +1,4 @@
-"""Faults of steps that must not show later: doubled, stale or missing gradients, and calls that never return."""
+"""Faults of steps without later effects: doubled, stale or missing gradients, and calls that never return."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tied_ends() -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), last)
 
 
-# The last stage comes to its first W only after a forward that waits for the first stage's.
+# The last stage reaches its first W only after a forward that waits for the first stage's.
 LATE_WEIGHTS = "0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
@@ -120,7 +120,7 @@ def test_output_of_weights_alone_has_its_gradient_in_two_halves() -> None:
 
 
 class Raising(nn.Module):
-    """Raises at a value above 100."""
+    """A module that raises at a value above 100."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def call_off_behind_an_optimizer() -> None:
     for optimizer in (mine, theirs):
         optimizer.step()
         optimizer.zero_grad()
-    # The last worker waits for the values of the tied weight when the next order is called off.
+    # The last worker waits for the tied weight's values when the next order is called off.
     with pytest.raises(TypeError, match="stays here"):
         pipe.step(x, target=NotToBeSent())
     assert_step_is_as_in_one_process(pipe, model, x, y)
@@ -249,7 +249,7 @@ def embedding_model() -> nn.Sequential:
 def accumulate(
     folder: str, kill_after: int | None, is_sparse: bool, asynchronous: bool, loads: bool
 ) -> tuple[list[float], dict[str, Any]]:
-    """Two steps for each update, and saves before the second one and before the update."""
+    """Do two steps for each update, with saves before the second step and before the update."""
     generator = torch.Generator().manual_seed(3)
     spares = ["worker3"] if kill_after is not None else []
     pipe = make_pipe(embedding_model() if is_sparse else small_model(), spares=spares)

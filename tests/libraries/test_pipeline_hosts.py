@@ -57,7 +57,7 @@ def test_a_host_computes_with_one_thread():
 
 
 def kept() -> tuple[int, int]:
-    """Hosts on this worker, and modules of stages that are alive."""
+    """Return the numbers of hosts on this worker, and of living modules of stages."""
     from torch_ucx_rpc.pipeline import _host
 
     gc.collect()
@@ -113,7 +113,7 @@ def step_beside_a_stopped_stage(folder: str) -> None:
         both()
         assert pipe.workers == ["worker1", "worker3"]
         both()
-    # It comes back: its stages go, and none of its values counts.
+    # It comes back: its stages are freed, and none of its values counts.
     eventually(lambda: on("worker2", kept) == (0, 0), "the stopped worker lets go of its stages")
     both()
 
@@ -123,7 +123,7 @@ def test_a_spare_takes_the_place_of_a_stopped_worker(tmp_path):
 
 
 class Hanging(nn.Module):
-    """Waits in the forward while a file is there."""
+    """A module that waits in the forward while a file is there."""
 
     def __init__(self, file: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The losses of workers, and the calls that a spare saves."""
+"""Losses of workers, and the calls that a spare saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._pipelines import make_pipe
 
 
 class OnlyHere:
-    """A value of a module that this process alone has."""
+    """A value of a module that only this process has."""
 
 
 def define_only_here() -> None:
@@ -26,7 +26,7 @@ def define_only_here() -> None:
 
 
 class GivesWhatStays(nn.Module):
-    """Returns beside its output what no pickle takes, at a value above 100."""
+    """A module that returns an unpicklable value beside its output, at a value above 100."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
     for words, call in wrong:
         with torch.no_grad(), pytest.raises(StageError, match=f"(?s){words}"):
             call()
-        # Both workers are there, and take what comes next.
+        # Both workers are there, and take the next order.
         assert pipe.workers == ["worker1", "worker2"]
         pipe.train()
         assert torch.equal(pipe.step(x, target=y), good)
@@ -64,12 +64,12 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
 
 
 def test_an_order_that_a_worker_cannot_take_or_answer_is_no_loss(tmp_path, backend):
-    # Torch writes to stderr what a worker could not unpickle.
+    # Torch writes a worker's errors of unpickling to stderr.
     drive(give_what_a_worker_cannot_take, 4, str(tmp_path), backend=backend, silent=False)
 
 
 class GivesWhatCannotTravel(nn.Module):
-    """Hands on beside its output a tensor without values."""
+    """A module that returns a tensor without values beside its output."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return x, torch.empty(2, device="meta")

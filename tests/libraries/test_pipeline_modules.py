@@ -1,4 +1,4 @@
-"""Modules keep on the stages what they have in one process: their modes, their buffers, their arguments."""
+"""Modules have the same modes, buffers and arguments on stages as in one process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def train_with_a_frozen_norm(folder: str) -> None:
         assert_same_state(pipe, model)
 
     both()
-    # A spare has the modes as well, and the others keep them when all is done again.
+    # A spare has the modes too, and the others keep them in the repetition.
     kill("worker2")
     both()
     both()
-    # From here on it is as torch has it: all modules have one mode.
+    # From here on all modules have one mode, as in torch.
     for one in (pipe, model):
         one.eval()
         one.train()
@@ -78,7 +78,7 @@ def test_listed_and_traced_stages_keep_their_modes() -> None:
 
 
 class Counting(nn.Module):
-    """Counts its forwards in a buffer in place, and in another that it replaces."""
+    """A module that counts its forwards in a buffer in place, and in another that it replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_rematerialization_counts_once_in_any_buffer() -> None:
 
 
 class Noting(PassOn):
-    """Notes each of its forwards in the process."""
+    """A module that records each of its forwards in the process."""
 
     forwards = 0
 
@@ -129,7 +129,7 @@ def noted() -> int:
 
 
 def rematerialize_what_is_worth_it() -> None:
-    # The forwards of the first and of the last stage for four micro-batches.
+    # Return the forwards of the first and of the last stage for four micro-batches.
     for schedule, expected in (("gpipe", (8, 8)), ("1F1B", (8, 4)), ("zero-bubble", (8, 4))):
         pipe = make_pipe([Noting(), Noting()], schedule=schedule, rematerialize=True)
         pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
@@ -145,7 +145,7 @@ def test_nothing_is_rematerialized_whose_backward_comes_next() -> None:
 
 
 class Scaled(nn.Module):
-    """Two tensors that want gradients, a number, and layers that only ask ``self.training``."""
+    """A module with two tensors that want gradients, a number, and layers that only ask ``self.training``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +156,12 @@ class Scaled(nn.Module):
         hidden = self.first(a).relu_() * factor + b
         if self.training:
             hidden = hidden * 2
-        # The first thing that the last stage does is a write in place.
+        # The last stage begins with a write in place.
         return self.last(F.relu(hidden, inplace=True))
 
 
 class InPlaceFirst(nn.Module):
-    """Its second part begins with a write in place."""
+    """A model whose second part begins with a write in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def call_traced() -> None:
     def gradients(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(output.square().sum(), (a, b))
 
-    # By name, in another order: each has its own gradient.
+    # The arguments come by name in another order, and each has its own gradient.
     found = gradients(pipe(factor=3.0, b=b, a=a))
     for mine, theirs in zip(found, gradients(model(a, b, 3.0)), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -213,7 +213,7 @@ def test_traced_model_has_named_arguments_and_an_eval_graph() -> None:
 
 
 class OnlyInEvaluation(nn.Module):
-    """Its first part has a layer that training does not run."""
+    """A model whose first part has a layer that training does not run."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -292,12 +292,12 @@ def two_optimizers_and_a_scaler() -> None:
             one.step(scaler=scaler)
         for one in theirs:
             one.step()
-        # It grows once a step, whatever the number of optimizers.
+        # It grows once a step, for any number of optimizers.
         assert scaler.get_scale() == 2048.0 * 2**number
         pipe.zero_grad()
         model.zero_grad()
         assert_same_state(pipe, model)
-    # One of them not finite: only the other steps, and the scale shrinks once.
+    # The gradients of one are not finite: only the other steps, and the scale shrinks once.
     x[0, 0] = float("inf")
     pipe.step(x, target=y, scaler=scaler)
     for one in mine:

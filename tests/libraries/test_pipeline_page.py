@@ -1,4 +1,4 @@
-"""The programs of docs/pipeline.md, as they stand there."""
+"""The programs of docs/pipeline.md, unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ._jobs import drive_with_deaths, kill
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
-# The page's workers, and the ones of this job.
+# The page's workers, with their names in this job.
 NAMES = {"stage0": "worker1", "stage1": "worker2", "spare": "worker3", "ckpt": "{folder}"}
 
 

@@ -30,7 +30,7 @@ def assert_equal_states(pipe: Any, model: nn.Module) -> None:
 def train_side_by_side(
     pipe: Any, model: nn.Module, steps: int = 3, chunks: int = 4, size: int = 8, **order: bool
 ) -> None:
-    """Steps with AdamW in both; compares losses, gradients and in the end all values."""
+    """Do steps with AdamW in both, and compare losses, gradients and in the end all values."""
     mine = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ def train_with_every_schedule() -> None:
         chunks = 2 if schedule is V_SHAPED else 4
         for rematerialize in (False, True):
             pipe = make_pipe(small_model(), schedule=schedule, chunks=chunks, rematerialize=rematerialize)
-            # Torch's runs the backwards from the last micro-batch on.
+            # Torch's schedule runs the backwards from the last micro-batch on.
             train_side_by_side(pipe, small_model(), chunks=chunks, last_first=schedule == "LoopedBFS")
             pipe.close()
 
@@ -86,16 +86,16 @@ def test_batches_may_have_any_size_at_any_time():
 
 
 class CountsThreads(nn.Module):
-    """Doubles its input, on as many threads as OpenMP would give a layer here."""
+    """A module that doubles its input, on as many threads as OpenMP would give a layer here."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        # The library that torch has loaded; asking torch itself would set it.
+        # Return the library that torch has loaded: asking torch for the number would set it.
         assert ctypes.CDLL("libgomp.so.1").omp_get_max_threads() == 1
         return value * 2
 
 
 def compute_with_one_thread() -> None:
-    # Workers of a job of tests compute with one thread each.
+    # Workers of the tests compute with one thread each.
     pipe = make_pipe([nn.Linear(8, 8), CountsThreads(), CountsThreads()], ["worker1", "worker2", "worker0"])
     for _ in range(5):
         pipe.step(torch.ones(8, 8), target=torch.ones(8, 8))
@@ -107,7 +107,7 @@ def test_stages_compute_with_the_threads_of_their_process(backend):
 
 
 class TiedModel(nn.Module):
-    """An embedding whose weights are also the output's, as in language models; used in the middle as well."""
+    """An embedding whose weights are also the output's, as in language models, and used in the middle too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_traced_model_with_tied_weights_trains_on_any_length():
 
 
 class Skipping(nn.Module):
-    """The first stage's output is used by the second and the third; the batch by the first and the last."""
+    """The second and third stage use the first one's output; the first and last use the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_skip_over_stages_trains_in_1f1b_and_evaluates():
 
 
 class Counting(nn.Module):
-    """A batch norm and a buffer that count, a write into a part of a tensor, and a layer that nothing runs."""
+    """A batch norm and a buffer that count, a write into a part of a tensor, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_traced_model_has_all_state_and_keyword_arguments():
 
 
 class Giving(nn.Module):
-    """Passes on a tensor, None, a number, and a dict with a tensor that wants no gradient."""
+    """A module that passes on a tensor, None, a number, and a dict with a tensor that does not want a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ def rematerialize_norms_and_dropout() -> None:
     for one, other in zip(kept[:2], again[:2], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    # And as in one process where nothing is drawn at random.
+    # They also equal those of one process, where no random numbers are drawn.
     model = with_norm_and_dropout()
     model[3].p = 0.0
     model[4].inplace = False
@@ -455,7 +455,7 @@ def groups_and_scaler() -> None:
         mine.zero_grad()
         theirs.zero_grad()
     assert scaler.get_scale() == 2048.0
-    # Scaled by powers of two, which rounds nothing.
+    # Scaling by powers of two does not round.
     assert_equal_states(pipe, model)
     pipe.step(torch.full((8, 8), float("inf")), target=torch.zeros(8, 4), scaler=scaler)
     mine.step(scaler=scaler)
@@ -477,7 +477,7 @@ def differentiate_calls() -> None:
     assert torch.equal(found, x.grad)
     assert_equal_gradients(pipe, model)
 
-    # A loop over the model: three calls wait for their way back at once.
+    # A loop over the model: three calls wait for their backward at once.
     square = nn.Linear(8, 8)
     loop = make_pipe(nn.Sequential(square, nn.Tanh()), chunks=1)
     hidden = expected = torch.randn(4, 8)
@@ -490,7 +490,7 @@ def differentiate_calls() -> None:
 
     with pytest.raises(RuntimeError, match="second backward"):
         hidden.sum().backward()
-    # Outputs without a way back are released.
+    # Outputs without a backward are released.
     for _ in range(3):
         pipe(x)
     pipe.synchronize()
@@ -520,7 +520,7 @@ def freeze() -> None:
     pipe.step(x, target=y)
     reference_step(model, F.mse_loss, 4, x, target=y)
     assert_equal_gradients(pipe, model)
-    # Some of them, as one does with any model; of tied ones in all stages.
+    # Freeze some, as with any model; tied ones in all stages.
     for tied in (False, True):
         make = tied_sequence if tied else small_model
         pipe, model = make_pipe(make()), make()

@@ -30,7 +30,7 @@ def test_leaves_that_differ_between_micro_batches_become_a_list() -> None:
 
 
 class Telling(nn.Module):
-    """Tells beside its output how many rows it had, and returns at a value above 100 a tensor more."""
+    """A module that also returns its number of rows, and at a value above 100 one more tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_differing_micro_batches_keep_gradients_in_place() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The values between stages: tensors, and something else."""
+    """The values between stages are tensors, and another kind."""
 
     x: torch.Tensor
     scale: float
@@ -109,7 +109,7 @@ def train_with_dataclasses() -> None:
     loss = pipe.step(x, target=y)
     assert torch.equal(loss, reference_step(lambda x: last(first(x)), F.mse_loss, 4, x, target=y))
     assert torch.equal(pipe.gradients()["0.inner.weight"], first.inner.weight.grad)
-    # One may be the batch, and the output as well.
+    # A value may be the batch, and the output too.
     calling = make_pipe([GivesHidden(), GivesHidden()])
     source = torch.randn(8, 8, requires_grad=True)
     out = calling(Hidden(source, 1.0))

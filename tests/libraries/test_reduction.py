@@ -81,7 +81,7 @@ def sum_in_other_orders(rank: int, steps: Steps) -> list[torch.Tensor]:
     gradients = [torch.randn(50_000, generator=generator), torch.randn(3, 5, generator=generator)]
     means = []
     for turn in range(4):
-        # Each time another one is the last to come.
+        # Another trainer comes last each time.
         if rank == turn:
             steps.wait_for(*(f"pushed {turn} {other}" for other in range(4) if other != rank))
         future = reduction.push_pull_async(server, gradients)
@@ -179,7 +179,7 @@ def test_trainers_begin_alike_accumulate_and_skip_no_gradient(run_on_both: RunWo
 
 
 class Unusual(nn.Module):
-    """With a part that is used in some steps, and a buffer."""
+    """A model with a part that only some steps use, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ POSITIONS = torch.arange(768 * 1024.0)
 
 
 class Various(nn.Module):
-    """Gradients that lie as they are to lie, one that does not, and one that only some trainers have: of 3 MiB each."""
+    """Gradients of 3 MiB each: contiguous ones, one that is not, and one that only some trainers have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
         init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
 
     if rank == 3:
-        # The server, which knows nothing of all this.
+        # The server, which takes no part in this.
         enter()
         steps.done("server")
         steps.wait_for("over 0", "over 1", "over 2", timeout=120)
@@ -287,7 +287,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
     else:
         assert step_of(server) >= 5
         steps.done("joined")
-    # From here on all count alike, wherever each of them noticed it. One leaves, the others go on.
+    # From here on all count alike, whenever each of them noticed it. One leaves, the others go on.
     last = 5 + 2000
     while step_of(server) < last:
         train(copy, optimizer, 20 + rank, 1)
@@ -306,7 +306,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
 
 
 def first_after(steps: Steps, rank: int) -> int | None:
-    """The step in which a trainer has noticed that another has joined."""
+    """Return the step in which a trainer has noticed that another has joined."""
     found = [int(path.name.partition(": ")[2]) for path in steps.directory.glob(f"after {rank}: *")]
     return min(found, default=None)
 
@@ -318,7 +318,7 @@ def test_a_trainer_whose_model_is_gone_is_not_waited_for(run_on_both: RunWorkers
 def train_for_different_times(rank: int, steps: Steps) -> None:
     if rank:
         for turn in range(2):
-            # The second time the same server again, with all of them.
+            # The second time they use the same server again, with all trainers.
             model = make_model()
             copy = reduction.DataParallel(model, reduction.serve("worker0"))
             assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2 + 3 * rank)) == 2 + 3 * rank
@@ -371,7 +371,7 @@ def let_go_of_one_of_two_models(rank: int, steps: Steps) -> None:
             # The third gets the model from here, and not from the trainer that has dropped it.
             while not steps.is_done("begun"):
                 train(copies[0], optimizers[0], rank, 1)
-        # The other one is still trained by both.
+        # Both still train the other one.
         steps.wait_for("begun")
         train(copies[-1], optimizers[-1], rank, 2)
     elif rank == 3:
@@ -434,7 +434,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
         ):
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
-        # None of these has made a server of that name.
+        # None of these calls has made a server of that name.
         server = reduction.serve("worker1", trainers=["worker0"])
         for wrong, why in (
             (
@@ -501,7 +501,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
             match=r"'worker2' pushes gradients of \[3, 2\] .*'worker1' has pushed \[2, 3\]",
         ):
             reduction.push_pull(server, [wrong])
-        # It may correct that, and nothing is left of it.
+        # It may correct that, and the refusal leaves no trace.
         known = weakref.ref(wrong)
         del wrong
         eventually(lambda: gc.collect() >= 0 and known() is None, "the gradients are free")
@@ -532,7 +532,7 @@ def test_without_rpc_serve_says_so() -> None:
 # ------------------------------------------------------------------------------------------- the programs of the page
 
 PROGRAMS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/reduction.md").read_text(), re.DOTALL)
-# The workers of each, and what each trainer prints.
+# The workers of each program, and each trainer's output.
 RUNS = (
     (("ps0", "trainer0", "trainer1"), r"loss \d\.\d+, mean of [12]"),
     (("0", "1"), r"Contributors\(names=\('trainer0', 'trainer1'\), index=[01], divisor=2\)"),

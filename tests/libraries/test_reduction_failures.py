@@ -1,4 +1,4 @@
-"""Averages of gradients where trainers and hosts are slow, hang, are cut off, leave, join, or die."""
+"""Averages of gradients while trainers and hosts are slow, hang, are cut off, leave, join, or die."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
     train(copy, optimizer, rank, 5)
     assert server.contributors == reduction.Contributors(("worker1", "worker2", "worker3"), rank - 1, 3)
     if rank == 2:
-        # In the middle of a step, whose gradients the others have put.
+        # It dies in the middle of a step, after the others have put their gradients.
         threading.Timer(0.2, die).start()
         steps.wait_for("never")
     assert len(train(copy, optimizer, rank, 20)) == 20
@@ -67,7 +67,7 @@ def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
     steps.done(f"over {rank}")
     steps.wait_for("over 1", "over 3")
     assert are_equal(torch.load(steps.directory / "1.pt"), torch.load(steps.directory / "3.pt"))
-    # gloo's process group waits for the dead one.
+    # gloo's process group waits for the dead worker.
     os._exit(0)
 
 
@@ -118,7 +118,7 @@ def join_without_a_lease(rank: int, steps: Steps) -> None:
         steps.done("alone")
         eventually(lambda: copy._steps._requests, "another asks for the model")
         steps.done("asked")
-        # It gives its state when it begins a step.
+        # A trainer gives its state when it begins a step.
         steps.wait_for("leased again")
         train(copy, optimizer, rank, 1)
     elif rank == 2:
@@ -230,14 +230,14 @@ def train_with_a_slow_one(rank: int, steps: Steps, way: str) -> dict[int, list[t
             copy.register_comm_hook(made, reduction.hook)
         else:
             copy = reduction.DataParallel(model, server, quorum=2, optimizer=optimizer, bucket_bytes=1 << 16)
-        # By step, the parameters that it begins with.
+        # Parameters at the beginning of each step.
         begun = {}
         if way == "hook":
-            # DDP makes its buckets in these.
+            # DDP makes its buckets in these steps.
             train(copy, optimizer, rank, 2)
         steps.meet("begun", rank, 3)
         if rank == 2:
-            # In a step that the others do without it, and more.
+            # It hangs in a step that the others do without it, and longer.
             [x] = batches(rank, 1)
             optimizer.zero_grad()
             loss = F.mse_loss(copy(x), x.sum(1, keepdim=True))
@@ -270,7 +270,7 @@ def push_with_quorum(rank: int, steps: Steps) -> None:
         push = functools.partial(reduction.push_pull, server, quorum=1)
         if rank == 2:
             steps.wait_for("pushed")
-        # The second one comes later, and has missed nothing.
+        # The second one comes later, and has not missed a step.
         assert torch.equal(push(torch.full((4,), float(rank))), torch.full((4,), float(rank)))
         assert server.contributors == reduction.Contributors((f"worker{rank}",), 0, 1)
         steps.done("pushed" if rank == 1 else "pushed alone")
@@ -390,7 +390,7 @@ def stop_a_trainer(rank: int, steps: Steps) -> list[torch.Tensor] | None:
             train(copy, optimizer, rank, 1)
         train(copy, optimizer, rank, 5)
         steps.done("alone")
-    # Until both have the same step in sight.
+    # Go on until both are in the same step.
     while not steps.is_done("back"):
         train(copy, optimizer, rank, 1)
         if rank == 2 and steps.is_done("alone") and len(server.contributors.names) == 2:
@@ -419,7 +419,7 @@ def test_one_broken_link_splits_nothing(tmp_path: Path) -> None:
 
         def break_the_link() -> None:
             steps.wait_for("ten 2", "ten 3", timeout=60)
-            # Isolated ports of a bridge reach all others, and not each other.
+            # Isolated ports of a bridge reach all other ports, but not each other.
             for name in ("ps0", "t0"):
                 hosts.head._on_network(f"ip link set dev {of[name]._port} type bridge_slave isolated on")
             steps.done("broken")
@@ -529,7 +529,7 @@ def restart_the_server(rank: int, steps: Steps, url: str) -> None:
         # A push before that may still be applied: the eleventh update of this test would be the thirteenth.
         steps.wait_for("dead")
         (parameter,) = reduction.push_pull(server, [torch.ones(3)])
-        # Ten updates were saved; this is the eleventh, with the momentum of the ten.
+        # Ten updates were saved. This is the eleventh, with the momentum of those.
         expected = nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([expected], lr=0.1, momentum=0.9)
         for _ in range(11):

@@ -1,4 +1,4 @@
-"""Names of services: who has them, who may call them, and what becomes of them when workers come, go and die."""
+"""Names of services: their owners and callers, also when workers come, go and die."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def load_a_replica(rank: int, steps: Steps) -> None:
     steps.meet("registered", rank, 3)
     if rank == 0:
         first = services.call_async("wait")
-        # One has a call open now; the other one is called as long as it has none.
+        # One replica has an open call now, so calls go to the other one.
         names = {services.call("name") for _ in range(10)}
         assert len(names) == 1
         second = services.call_async("wait")
@@ -164,7 +164,7 @@ def load_a_replica(rank: int, steps: Steps) -> None:
             rpc.rpc_sync(worker, open_gate)
         assert {first.wait()} == {"worker1", "worker2"} - names
         assert {second.wait()} == names
-        # With the same load they take turns.
+        # Replicas with the same load take turns.
         assert [services.call("name") for _ in range(4)].count("worker1") == 2
     steps.meet("done", rank, 3)
 
@@ -190,7 +190,7 @@ def answer_later_and_raise(rank: int, steps: Steps) -> None:
                 call("fail", "missing")
         with pytest.raises(RuntimeError, match=r"unexpected keyword argument|argument 'y'"):
             services.call("fail", y=1)
-        # All keywords but the timeout are the service's.
+        # All keywords except the timeout go to the service.
         assert services.call("later", timeout=10, x=2) == 4
     steps.meet("called", rank, 2)
     if rank == 1:
@@ -437,7 +437,7 @@ CONTENDED = 120
 def contend_for_names(rank: int, steps: Steps) -> list[int]:
     steps.meet("there", rank, 4)
     if rank == 0:
-        # It decides, and ends while it does.
+        # It decides, and dies during that.
         steps.wait_for("begun 1", "begun 2", "begun 3")
         die()
     mine = []
@@ -452,7 +452,7 @@ def contend_for_names(rank: int, steps: Steps) -> list[int]:
     steps.done(f"over {rank}")
     steps.wait_for("over 1", "over 2", "over 3")
     assert len([service for service in services.names() if service.name.startswith("name ")]) == CONTENDED
-    # And all see the same owners.
+    # All see the same owners.
     assert all(f"worker{rank}" == service.workers[0] for service in services.names() if int(service.name[5:]) in mine)
     steps.done(f"looked {rank}")
     steps.wait_for("looked 1", "looked 2", "looked 3")
@@ -468,7 +468,7 @@ def join(rank: int, **overrides: object) -> None:
 
 
 def test_joining_workers_know_the_names_of_the_living(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    # A file, so that rank 0 may be the first to leave.
+    # Meet through a file, so that rank 0 may be the first to leave.
     url = (tmp_path / "store").as_uri()
     run_on_ucx(4, come_and_go, Steps(tmp_path), url, init=False)
 
@@ -488,7 +488,7 @@ def come_and_go(rank: int, steps: Steps, url: str) -> None:
     for other in range(4):
         assert services.call(f"name {other}") == f"worker{other}"
     steps.meet("called", rank, 4)
-    # The one that decides leaves, and then the next.
+    # The decider leaves, and then the next one.
     if rank:
         steps.wait_for(f"left {rank - 1}")
         eventually(lambda: f"name {rank - 1}" not in offered(), "the names of who has left are gone")

@@ -81,7 +81,7 @@ def go_on_without_two(rank: int, steps: Steps, group: str) -> None:
         die()
     if rank == 1:
         workers.stop(pid_of(steps, 3))
-        # It hangs, and changes nothing.
+        # It hangs, and changes no names.
         began = time.monotonic()
         services.register("while it hangs", own_name)
         with pytest.raises(UnknownName):
@@ -159,7 +159,7 @@ def lose_a_name(rank: int, steps: Steps) -> None:
     if rank == 0:
         workers.stop(pid_of(steps, 2))
         known = directory()
-        # As if this decider had taken over without having heard of it.
+        # Act as if this decider had taken over without having heard of it.
         with known.lock:
             known.owners["worker2"] = known.owners["worker2"].without(["seat"])
         services.pair("seat", 0)
@@ -292,7 +292,7 @@ def lose_a_worker(rank: int, steps: Steps) -> None:
     steps.meet("registered", rank, 3)
     if rank == 1:
         die()
-    # No call tells it.
+    # No call shows it.
     gone = services.watch("name", lambda service: "worker1" in service.workers or steps.done(f"told {rank}"))
     steps.wait_for("told 0", "told 2", timeout=60)
     gone()

@@ -37,7 +37,7 @@ def keep_busy(steps: Steps) -> None:
 def miss_changes(rank: int, steps: Steps) -> None:
     if rank == 0:
         services.register("old", own_name)
-        # A message that is not heard in this time is void.
+        # A message that is not received in this time is void.
         _directory.LIMIT_S = 0.1
         steps.done("old")
         steps.wait_for("called")

@@ -11,7 +11,7 @@ from torch_ucx_rpc._workers import epochs
 from torch_ucx_rpc._workers.epochs import Epochs
 from torch_ucx_rpc._workers.messages import Epoch, Member
 
-# CI's. A night may have more.
+# Number of cases in CI. A nightly run may have more.
 SCHEDULES = int(os.environ.get("MEMBERSHIP_SCHEDULES", "100000"))
 LIMIT = 1.0
 
@@ -21,7 +21,7 @@ class World:
 
     A member makes progress while it is current. The world checks two rules:
 
-    * A number stands for one epoch.
+    * Each number belongs to one epoch.
     * No worker is current in an epoch older than one in which any worker has been current.
     """
 
@@ -143,7 +143,7 @@ class World:
         self.start(one._replace(joined=one.joined + 1))
 
     def run(self, rounds: int) -> None:
-        """Let some time pass, with few or many faults. Messages of a round arrive in any order, or later."""
+        """Let time pass, with few or many faults. Messages of a round arrive in any order, or later."""
         dice = self.random.random
         misfortunes, delay, loss = 0.05 + 0.4 * dice(), 0.6 * dice() ** 2, 0.1 * dice()
         for _ in range(rounds):
@@ -259,7 +259,7 @@ class Line:
         self.settle()
 
     def ranks(self, rank: int) -> list[int]:
-        """The members of this member's current epoch; none without one."""
+        """Return the members of this member's current epoch; none without one."""
         machine = self[rank]
         return [one.rank for one in machine.epoch.members] if machine.is_current(self.now) else []
 
@@ -321,7 +321,7 @@ def test_a_candidate_that_cannot_win_lets_another_stand() -> None:
     line = Line(4)
     first = Epoch(2, line.members, line.members[3])
     line.machines = {one: Epochs(one, LIMIT, line.now, first) for one in line.members}
-    # Member 1 has no lease yet, so the deaths count for member 2 alone.
+    # Member 1 has no lease yet, so the deaths count only for member 2.
     line.away = {line.members[1]}
     line.wait(0.5)
     line.away = set()

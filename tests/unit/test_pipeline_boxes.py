@@ -9,7 +9,7 @@ from torch_ucx_rpc.pipeline._exchange import Box, close_to_send, open_to_send
 
 
 class Slots:
-    """The channels of a process, by name with their epochs."""
+    """The epochs of a process's channels, by name."""
 
     def __init__(self) -> None:
         self.open: dict[str, int] = {}

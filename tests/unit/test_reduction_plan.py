@@ -1,4 +1,4 @@
-"""How buckets of gradients are spread over the hosts of a server."""
+"""The spread of buckets of gradients over the hosts of a server."""
 
 from __future__ import annotations
 

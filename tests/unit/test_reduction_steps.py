@@ -10,7 +10,7 @@ import pytest
 from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
 from torch_ucx_rpc.reduction._messages import NEVER, Opening, Report, Spec
 
-# CI's. A night may have more.
+# Number of cases in CI. A nightly run may have more.
 SCHEDULES = int(os.environ.get("REDUCTION_SCHEDULES", "6000"))
 SPEC = Spec("server", ("host",), 1, None, None, 100)
 
@@ -49,8 +49,8 @@ class Trainer:
 class World:
     """Trainers, one of which decides, and a host that sums. Messages arrive in any order, or after an epoch.
 
-    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. So have all that
-    are in one step of an opening.
+    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. All that are in
+    one step of an opening have done so too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -62,7 +62,7 @@ class World:
         self.epoch = 0
         self.ledger: Ledger | None = None
         self.reports: dict[str, Report] = {}
-        # To whom, in which epoch, and what: an opening, or for the decider a report.
+        # Messages: receiver, epoch, and an opening, or a report for the decider.
         self.mail: list[tuple[str, int, Opening | Report]] = []
         self.puts: dict[tuple[int, int], dict[str, object]] = {}
         self.next_gradient = 0
@@ -84,7 +84,7 @@ class World:
         self.ledger = None
 
     def enter(self, one: Trainer) -> None:
-        """The trainer hears of the epoch, and reports. When all have, the decider begins."""
+        """Let the trainer hear of the epoch, and report. When all have, the decider begins."""
         one.epoch = self.epoch
         self.reports[one.name] = one.report()
         if self.reports.keys() < self.trainers.keys():
@@ -113,7 +113,7 @@ class World:
             return
         what = at.judge(opening, one.name)
         if not one.is_in_step and what is not Next.TAKE:
-            # It is between two steps.
+            # The trainer is between two steps.
             if at.step != NEVER and self.random.random() < 0.3:
                 one.is_in_step = True
                 self.say(one)
@@ -213,7 +213,7 @@ class World:
         self.check()
 
     def settle(self) -> None:
-        """Without more misfortunes, all that have not left do steps."""
+        """Without further faults, all that have not left do steps."""
         before = {one.name: one.standing.step for one in self.living()}
         for _ in range(20_000):
             self.step(0.0)
