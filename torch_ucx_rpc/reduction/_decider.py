@@ -30,6 +30,8 @@ class Decider:
         self.ranks = {one.name: one.rank for one in epoch.members}
         self._known: dict[str, Knowledge] = {}
         self._ledgers: dict[str, Ledger] = {}
+        # By model that was dropped: its last attempt, so that no generation comes twice.
+        self._attempts: dict[str, int] = {}
         # By model and trainer, the last report that has no answer yet.
         self._waiting: dict[tuple[str, str], Future[Any]] = {}
         self._answers: list[tuple[Future[Any], Any]] = []
@@ -73,6 +75,7 @@ class Decider:
                 left={name for name, its in self._known.items() if server in its.left},
                 is_static=self._is_static,
                 whole=_WHOLE if re.search(r"/ddp\d+$", key) else 0,
+                attempt=self._attempts.get(key, 0),
             )
         return self._ledgers[key]
 
@@ -109,6 +112,7 @@ class Decider:
             if is_over:
                 # The server may be made again, with other arguments.
                 self._tell(key, self._ledgers.pop(key))
+                self._attempts[key] = ledger.attempt
         if is_over:
             self._known = {one: its._replace(left=its.left - {server}) for one, its in self._known.items()}
         self._answers.append((future, True))

@@ -21,7 +21,7 @@ from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc._workers.members import Epoch, Group
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.errors import EpochEnded, RpcError
-from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Spec, channel_of
+from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Spec
 
 _logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ class Host:
                 found[key] = Kept(shard.step, shard.committed, (*before, number))
         return found
 
-    def open(self, opening: Opening, is_new: bool) -> None:
-        """Apply a step that was closed. In a new generation, also start summing."""
+    def open(self, opening: Opening, channel: Channel | None) -> None:
+        """Apply a step that was closed. In a new generation, whose channel is given, also start summing."""
         with self._office.changed:
             mine = [shard for (key, _), shard in self._shards.items() if key == opening.key]
         for shard in mine:
@@ -163,10 +163,10 @@ class Host:
                 if shard.step + 1 == opening.step and NEVER != shard.prepared == opening.committed:
                     shard.apply()
             shard.tell()
-        if is_new and opening.contributors:
+        if channel is not None and opening.contributors:
             for number in [number for number, name in enumerate(opening.hosts) if name == self._office.name]:
                 threading.Thread(
-                    target=self._work, args=(opening, number), name="torch_ucx_rpc-sums", daemon=True
+                    target=self._work, args=(opening, channel, number), name="torch_ucx_rpc-sums", daemon=True
                 ).start()
 
     def fill(self, key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
@@ -211,13 +211,8 @@ class Host:
 
     # -- sums
 
-    def _work(self, opening: Opening, number: int) -> None:
+    def _work(self, opening: Opening, channel: Channel, number: int) -> None:
         """Sum the gradients for one shard in one generation. This loop runs on a thread of its own."""
-        try:
-            channel = Channel(channel_of(opening.key), epoch=opening.generation)
-        except (ValueError, RuntimeError):
-            # The generation is over already.
-            return
         try:
             shard = None if opening.spec.optimizer is None else self._prepare(opening, number)
             for index in itertools.count():

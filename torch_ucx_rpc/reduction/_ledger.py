@@ -72,6 +72,7 @@ class Ledger:
     Attributes:
         openings (list): openings for all trainers and hosts; the caller takes them away.
         left (set): trainers that have left the server, and are not expected to begin.
+        attempt (int): number of the last opening.
     """
 
     def __init__(
@@ -86,14 +87,16 @@ class Ledger:
         left: set[str],
         is_static: bool = True,
         whole: int = 0,
+        attempt: int = 0,
     ) -> None:
-        """``first`` is any report. The first ``whole`` steps are for all trainers, despite a quorum."""
+        """``first`` is any report. The first ``whole`` steps are for all trainers, despite a quorum. ``attempt`` is the
+        last one of a ledger that was dropped in this epoch."""
         self.openings: list[Opening] = []
         self.left = left
         self.quorum, self._expected = first.quorum, first.expected
         self._key, self._epoch, self._ranks, self._spec, self._hosts = key, epoch, ranks, spec, hosts
         self._is_static, self._whole = is_static, whole
-        self._attempt = 0
+        self.attempt = attempt
         self._opening: Opening | None = None
         # Trainers that report these two have the state of the model.
         self._step, self._committed = 0, NEVER
@@ -255,7 +258,7 @@ class Ledger:
         self._first = self._sorted(wanting or trainers)[0]
         if self._spec.optimizer is None or not self.has_begun:
             # A trainer that has taken another state at this step must take this one.
-            self._committed = generation(self._epoch, self._attempt + 1)
+            self._committed = generation(self._epoch, self.attempt + 1)
         return {self._first}
 
     def _may_begin(self, came: set[str]) -> bool:
@@ -276,11 +279,11 @@ class Ledger:
         refusal: tuple[str, str] | None = None,
         is_over: bool = False,
     ) -> None:
-        self._attempt += 1
+        self.attempt += 1
         hosts = self._hosts if self._spec.hosts else contributors
         self._opening = Opening(
             self._key,
-            generation(self._epoch, self._attempt),
+            generation(self._epoch, self.attempt),
             self._step,
             self._committed,
             contributors,

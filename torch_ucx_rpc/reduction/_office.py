@@ -26,7 +26,7 @@ from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._host import Fill, Host
-from torch_ucx_rpc.reduction._messages import Knowledge, Opening, Report, Spec, channel_of
+from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec, channel_of
 
 _logger = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class Office:
         self.host = Host(self)
         self.numbers = itertools.count()
         self._openings: dict[str, Opening] = {}
+        # The last generations of models that were dropped in this epoch: late openings of them are not taken.
+        self._dropped: dict[str, int] = {}
         # The decider, if this worker decides.
         self._decider: Decider | None = None
         # Messages for an epoch that this worker has not entered, or does not decide yet.
@@ -96,6 +98,7 @@ class Office:
             if epoch.number <= self._number():
                 return
             self.epoch = epoch
+            self._dropped.clear()
             if self._decider is not None:
                 self._decider.end()
             decides = epoch.decider.name == self.name
@@ -306,14 +309,21 @@ class Office:
                 return
             if known is not None and (known.generation, known.step) >= (opening.generation, opening.step):
                 return
+            if opening.generation <= self._dropped.get(opening.key, NEVER):
+                return
             self._openings[opening.key] = opening
+            is_new = known is None or known.generation != opening.generation
             # This ends all waits for values of earlier generations.
             channel = Channel(channel_of(opening.key), epoch=opening.generation)
             if opening.is_over and opening.key not in self.steps:
-                channel.close()
-                del self._openings[opening.key]
+                self._drop(opening.key, channel)
             self.changed.notify_all()
-        self.host.open(opening, is_new=known is None or known.generation != opening.generation)
+        self.host.open(opening, channel if is_new else None)
+
+    def _drop(self, key: str, channel: Channel) -> None:
+        channel.close()
+        self._dropped[key] = channel.epoch
+        del self._openings[key]
 
     def opening(self, key: str) -> Opening | None:
         """Return the last opening of a model, if its epoch is in force. The caller holds the lock."""
@@ -328,9 +338,9 @@ class Office:
         """Drop a model."""
         with self.changed:
             self.steps.pop(key, None)
-            if (known := self._openings.pop(key, None)) is not None:
-                with contextlib.suppress(ValueError, RuntimeError):
-                    Channel(channel_of(key), epoch=known.generation).close()
+            if (known := self._openings.get(key)) is not None:
+                with contextlib.suppress(RuntimeError):  # RPC has been shut down
+                    self._drop(key, Channel(channel_of(key), epoch=known.generation))
 
     def refuse(self, opening: Opening, name: str, reason: str) -> None:
         """Report that a step cannot be done: the gradients of one trainer do not fit, or none would ("")."""
