@@ -110,7 +110,7 @@ def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) 
 def take_late_openings(rank: int) -> None:
     server = reduction.serve("worker0")
     reduction.push_pull(server, torch.ones(2))
-    [(key, steps)] = server.office.steps.items()
+    [key] = server.office.steps
     before = server.office.opening(key)
     assert before is not None
     server.leave()
