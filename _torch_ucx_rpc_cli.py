@@ -34,7 +34,7 @@ class ExitCode(enum.IntEnum):
     OK = 0
     # Python's own code after an exception, such as a failed import.
     BROKEN = 1
-    # argparse's.
+    # argparse's own code.
     WRONG_ARGUMENTS = 2
     UNREACHABLE = 3
     WARNINGS = 4
@@ -231,8 +231,8 @@ def _top(parser: argparse.ArgumentParser) -> None:
     """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
     It finds the same user's workers on this host without a setting in the job; they ask the workers on other hosts.
-    Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns, of which a narrow terminal
-    has some only:
+    Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow terminal has some
+    of them):
 
         calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      how long calls took that were completed, of the last interval

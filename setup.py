@@ -32,7 +32,7 @@ class CMakeBuild(build_ext):
             self.configure(cmake, folder)
         except build_environment.Missing as missing:
             sys.exit(f"torch_ucx_rpc: {missing}")
-        # Asked for as one target: the C++ tests, where they are configured too, are not this command's affair.
+        # Build one target: this command leaves out C++ tests that are configured too.
         self.call(cmake, "--build", str(folder), "--target", "_C")
         self.call(cmake, "--install", str(folder), "--component", "python", "--prefix", str(destination))
 
@@ -47,7 +47,7 @@ class CMakeBuild(build_ext):
         record = folder / "configured_with.txt"
         if record.exists() and record.read_text(encoding="utf-8") == shlex.join(arguments):
             return
-        # CMake asks the same again, but wraps a missing part into a report of its own.
+        # CMake would ask the same, but hides a missing part in a long report.
         build_environment.facts(os.environ.get("TORCH_UCX_RPC_UCX", ""))
         self.call(cmake, "--fresh", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *arguments)
         record.write_text(shlex.join(arguments), encoding="utf-8")
@@ -65,7 +65,7 @@ class PinnedEggInfo(egg_info):
     """
 
     def finalize_options(self) -> None:
-        # Here, since the setup.cfg of a source distribution sets tag_build to nothing.
+        # Set it here, since the setup.cfg of a source distribution empties tag_build.
         home_page = os.environ.get("TORCH_UCX_RPC_HOME_PAGE")
         if home_page:
             pages = {"Source": "", "Documentation": "/tree/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md"}
@@ -83,7 +83,7 @@ class PinnedEggInfo(egg_info):
 
 
 setup(
-    # Without sources: it makes the wheel one of this platform, and setuptools run build_ext.
+    # An extension without sources makes the wheel one of this platform, and makes setuptools run build_ext.
     ext_modules=[Extension("torch_ucx_rpc._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "egg_info": PinnedEggInfo},
 )

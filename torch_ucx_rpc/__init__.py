@@ -86,7 +86,7 @@ def _without_collections() -> typing.Iterator[None]:
             gc.enable()
 
 
-# `run` starts workers and needs nothing of this; its workers should not wait for it.
+# `run` starts workers without any of this, and they should not wait for it.
 _is_complete = not _runs("run")
 _failure: ImportError | OSError | None = None
 if _is_complete:
@@ -113,7 +113,7 @@ if _is_complete:
             if _is_asked_for():
                 replace_tensorpipe()
 
-# Names and their modules, which are loaded when they are asked for: the import would take a third longer with them.
+# Names and their modules, which are loaded on first use: the import would take a third longer with them.
 _ON_DEMAND = {
     "init_rpc": "_launch.init",
     "native_op": "_native_op.op",

@@ -25,7 +25,7 @@ from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 
-# How long the end of the interpreter waits for handlers that it has interrupted.
+# Seconds for which the end of the interpreter waits for interrupted handlers.
 _HANDLERS_END_S = 0.5
 
 # The running agent. torch holds the C++ object. This reference keeps the Python object alive, with the attributes
@@ -106,7 +106,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()
-        # Others must look elsewhere for the values of this worker: this waits until their requests are answered.
+        # Values of this worker must move elsewhere, so wait until requests for them are answered.
         for callback in self.before_leaving:
             callback()
         if self.group is not None and not self.group.is_static:
@@ -118,7 +118,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         self._check_process()
         with contextlib.ExitStack() as last:
             last.callback(self._forget)
-            # After the agent's end: an endpoint may be answering, and its answer may wait for calls to other workers.
+            # Close them after the agent's end: an endpoint may be answering, and its answer may wait for calls.
             last.callback(self.endpoints.close)
             last.callback(super().shutdown)
             if self.group is not None:

@@ -47,7 +47,7 @@ def check_str(argument: str, value: object) -> None:
 
 
 def check_count(argument: str, least: int, expected: str, value: object) -> None:
-    # True is an int to Python.
+    # Python takes True for an int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong_type(argument, f"an int, {expected}", value)
     if value < least:

@@ -45,20 +45,20 @@ class Ucx(NamedTuple):
 
     @property
     def path(self) -> str:
-        # Looked up on demand: in a process with torch the list of mapped files is long.
+        # Look this up on demand: in a process with torch the list of mapped files is long.
         return path_in_maps(_maps()) or SONAME
 
     def __str__(self) -> str:
         return f"UCX {'.'.join(map(str, self.version))} ({self.path})"
 
 
-# Signals that UCX takes when it is loaded, by the variable with which a user asks for that: SIGHUP, for debug output,
-# and before UCX 1.20 the signals of crashes, for a backtrace.
+# Signals that UCX takes when it is loaded, by the variable that asks for it: SIGHUP for debug output, and before UCX
+# 1.20 the signals of crashes for a backtrace.
 _TAKEN_SIGNALS = {
     "UCX_DEBUG_SIGNO": [signal.SIGHUP],
     "UCX_HANDLE_ERRORS": [signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE],
 }
-# No C library has a larger struct sigaction.
+# At least the size of any C library's struct sigaction.
 _SIGACTION_BYTES = 256
 
 # UCX overwrites the first bytes of these functions of the C library while it is loaded, to learn of memory that is
@@ -141,7 +141,7 @@ def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
     """True if no other thread is in, or about to enter, the functions that UCX overwrites.
 
     That is certain if this is the only thread of Python, and all others sleep in system calls that are made elsewhere.
-    The threads of a BLAS or of OpenMP do so while they wait for work. False if that cannot be seen.
+    The threads of a BLAS or of OpenMP do so while they wait for work. False if unknown.
     """
     if len(sys._current_frames()) != 1:
         return False
@@ -298,7 +298,7 @@ def check_torch_version(built_for: str, running: str, listing: Path = _HEADERS, 
 
 
 def without_build_label(version: str) -> str:
-    # Only these labels: in a torch built from source, the text after the + is a commit.
+    # Only these labels count: in a torch built from source, the text after the + is a commit.
     return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", version)
 
 
@@ -309,7 +309,7 @@ def minor_release(release: str) -> str | None:
 
 
 def changed_headers(listing: Path, include: Path) -> list[str]:
-    """The headers that are others in the folder `include`, or not there; the listing has lines of sha256sum."""
+    """Return the headers that differ in the folder `include`, or are missing; the listing has lines of sha256sum."""
     entries = [line.split("  ", 1) for line in listing.read_text(encoding="utf-8").splitlines()]
     return [name for digest, name in entries if _digest(include / name) != digest]
 
@@ -322,7 +322,7 @@ def _digest(file: Path) -> str | None:
 
 
 def check_built(folder: Path) -> None:
-    """ImportError if the package's folder has no extension for this Python."""
+    """Raise ImportError if the package's folder has no extension for this Python."""
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     if (folder / f"_C{suffix}").exists() and (folder / "_build_info.py").exists():
         return

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Linux's default limit of thread ids.
 _MOST_THREADS = 32_767
-# 31 years. Longer times overflow clocks that count nanoseconds; users who give them mean no limit.
+# 31 years. Longer times overflow clocks that count nanoseconds, and mean no limit.
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**62
 _LAST_PORT = 65_535
@@ -41,7 +41,7 @@ class Option(Generic[T]):
         self._name = name
 
     def __get__(self, options: UcxRpcBackendOptions, owner: type) -> T:
-        # A copy: a change in place would escape the check.
+        # Return a copy, since a change in place would escape the check.
         value: T = copy.deepcopy(options._values[self._name])
         return value
 
@@ -66,7 +66,7 @@ def _integer_or_none(least: int, most: int, meaning: str) -> Option[int | None]:
 
 def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
-        # True is an int to Python, and 64e6 may be meant as one, but neither is a clear request.
+        # Python takes True for an int, and 64e6 may be meant as one, but neither is a clear request.
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise wrong_type(name, f"an int, {meaning}", value)
         number = operator.index(value)

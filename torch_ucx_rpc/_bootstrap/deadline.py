@@ -6,7 +6,7 @@ import time
 
 
 class Deadline:
-    """The point in time ``timeout`` seconds from now; never if ``timeout`` is 0."""
+    """The time ``timeout`` seconds from now; never if ``timeout`` is 0."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout

@@ -36,8 +36,8 @@ from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 # The key in the Store for rank 0 of a group with a size.
 _STATIC = "torch_ucx_rpc/static"
 
-# Members in doubt have this long to admit a worker that joins: they do within milliseconds, or are not there.
-# Unreachable members are tried this often in that time.
+# Seconds for members in doubt to admit a worker that joins: living ones do so within milliseconds. Unreachable members
+# are tried this often in that time.
 _DOUBTED_S = 1.0
 _TRY_AGAIN_S = 0.2
 
@@ -70,7 +70,8 @@ class DynamicGroup:
         # Weak, since the agent holds methods of this object.
         self._agent = weakref.ref(agent)
         self._lock = threading.Lock()
-        # The members that this worker knows, by place in the list; those that left, until another takes their rank.
+        # The members that this worker knows, by place in the list. A member that left stays until another takes its
+        # rank.
         self._members: dict[str, Record] = {}
         self._place: str | None = None
         # The members that this worker found in the list when it came. Each must admit it.
@@ -113,7 +114,7 @@ class DynamicGroup:
     def meet(self, deadline: Deadline) -> None:
         """Wait until all earlier members have admitted this worker, whose agent is running now.
 
-        Members that are in doubt, or cannot be reached, need not. Raises JoinTimedOut at the deadline.
+        Members that are in doubt, or cannot be reached, do not count. Raises JoinTimedOut at the deadline.
         """
         agent = self._running_agent()
         announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
@@ -208,7 +209,7 @@ class DynamicGroup:
             self._replace(place, self._earlier[place]._replace(in_doubt=False))
 
     def _is_listed(self, place: str) -> bool:
-        """False if the member has left; True if the Store has ended and cannot tell."""
+        """Return False if the member has left; True also if the Store has ended."""
         is_listed = True
         with self._expendable.attempt():
             is_listed = self._list.has(place)
@@ -221,7 +222,7 @@ class DynamicGroup:
 
 
 class StaticGroup:
-    """A group of fixed size, as far as workers of a group without a size must know of it."""
+    """The entry of a group of fixed size that workers of a group without a size must notice."""
 
     is_static = True
 
@@ -232,7 +233,7 @@ class StaticGroup:
         self._is_announced = False
 
     def refuse_mixture(self) -> None:
-        """JoinFailed if workers at this Store are in a group without a size."""
+        """Raise JoinFailed if workers at this Store are in a group without a size."""
         for member in MemberList(self._store, self._own, self._secret).present():
             if not member.has_ended_beside(self._own):
                 raise _mixture(member, has_size=False)

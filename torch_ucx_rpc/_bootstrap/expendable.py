@@ -21,15 +21,15 @@ class ExpendableStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        # The timeout of a Store is one for all threads.
+        # All threads share the timeout of a Store.
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Give up the block's use of the Store if that has ended, or does not answer within some 5 s.
+        """Give up the block if the Store has ended, or does not answer within some 5 s.
 
-        A Store over TCP that has ended says so at once. One in a file looks for a file that has been deleted until the
-        Store's timeout, a minute by default, and the end of the process would wait for that.
+        A Store over TCP that has ended fails at once. One in a deleted file looks for it until the Store's timeout, a
+        minute by default, and the end of the process would wait for that.
         """
         with self._lock, contextlib.suppress(DistError):
             usual = self._store.timeout  # type: ignore[attr-defined]  # not in torch's stubs

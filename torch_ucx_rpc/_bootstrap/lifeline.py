@@ -28,7 +28,7 @@ _BACKLOG = 4096
 class Lifeline:
     """A port of ``host``, an address of this machine. It is open until `close`, or the end of the process.
 
-    Raises OSError where the address is of another machine, or no port is left.
+    Raises OSError if the address belongs to another machine, or no port is left.
     """
 
     def __init__(self, host: str) -> None:
@@ -36,7 +36,7 @@ class Lifeline:
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
-        # A child that kept the port open would hide the end of this process.
+        # A child with the open port would hide the end of this process.
         close_in_children(self._listener)
 
     def close(self) -> None:
@@ -45,9 +45,9 @@ class Lifeline:
 
 
 def open_lifeline(store: Store) -> Lifeline | None:
-    """A lifeline at the address by which this worker reaches ``store``.
+    """Open a lifeline at the address from which this worker reaches ``store``.
 
-    None where the workers do not meet by TCP over a network, or where the system refuses it.
+    Returns None if the workers do not meet by TCP over a network, or the system refuses the port.
     """
     store_host = host_of(store)
     if store_host is None:

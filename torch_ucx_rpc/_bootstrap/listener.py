@@ -64,7 +64,7 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
 
 
 def _check_listener(host: str, port: int, limit: float, *, trusts_table: bool) -> None:
-    """OSError unless a server listens there."""
+    """Raise OSError unless a server listens there."""
     is_there = _is_listened_at_here(host, port)
     if is_there:
         return
@@ -72,13 +72,13 @@ def _check_listener(host: str, port: int, limit: float, *, trusts_table: bool) -
     if is_there is False and trusts_table:
         raise refused
     with socket.create_connection((host, port), timeout=limit) as connection:
-        # The kernel may have given this end the same free port: TCP then connects it to itself.
+        # The kernel may have given this end the same port: TCP then connects it to itself.
         if connection.getsockname() == connection.getpeername():
             raise refused
 
 
 def _is_listened_at_here(host: str, port: int) -> bool | None:
-    """Whether a server of this host listens there, by the kernel's table; None for addresses of other hosts.
+    """Look up in the kernel's table whether a server of this host listens there; None for addresses of other hosts.
 
     This spares the Store a connection that it would have to answer. The table does not show servers behind a port or an
     address that the kernel hands on: a packet filter to a container of this host, for one, or IPVS to another host.
@@ -90,7 +90,7 @@ def _is_listened_at_here(host: str, port: int) -> bool | None:
     try:
         for table in ("tcp", "tcp6"):
             file = Path("/proc/net", table)
-            # There is none where IPv6 is off.
+            # The file does not exist if IPv6 is off.
             for line in file.read_text(encoding="ascii").splitlines()[1:] if file.exists() else ():
                 _, local, _, state, *_ = line.split()
                 address, _, its_port = local.partition(":")

@@ -52,7 +52,7 @@ class MemberList:
         self._position = 0
 
     def add(self) -> str:
-        """Put the own record at the end of the list. Returns its place."""
+        """Put this worker's record at the end of the list. Returns its place."""
         entry = self._entry(self._own)
         while True:
             self._position = self._store.add(_ARRIVALS, 1) - 1
@@ -62,7 +62,7 @@ class MemberList:
                 return place
 
     def earlier(self) -> dict[str, Record]:
-        """The records before the own one, which `add` has put into the list, by place and in the order of the list.
+        """Read the records before this worker's own, by place and in the order of the list. Call `add` first.
 
         Raises JoinFailed for a record of another version of this package, or of a worker with another secret.
         """
@@ -77,14 +77,14 @@ class MemberList:
         return records
 
     def present(self) -> list[Record]:
-        """The records in the list, for a worker that is not going to enter. Errors are those of `earlier`."""
+        """Read all records, for a worker that is not going to enter. Raises the errors of `earlier`."""
         if not self._store.check([_ARRIVALS]):
             return []
         places = map(_place, self._positions(self._store.add(_ARRIVALS, 0)))
         return list(self._read([place for place in places if self._store.check([place])]).values())
 
     def has(self, place: str) -> bool:
-        """False if the member has left."""
+        """Tell whether the member has not left."""
         return bool(self._store.get(place))
 
     def strike(self, place: str) -> None:
@@ -110,11 +110,11 @@ class MemberList:
         return [position for position in (*remaining, *range(before, arrivals)) if position < arrivals]
 
     def _compacted(self) -> tuple[int, list[int]]:
-        """Before which position the list was last read in full, and the positions that had a record then."""
+        """Return the position up to which the list was last read in full, and the positions that had a record then."""
         if self._store.check([_COMPACTED]):
             entry = read_entry(self._store.get(_COMPACTED), self._secret)
             before, remaining = entry.values.get("before"), entry.values.get("remaining")
-            # No worker of this job wrote anything else. Reading everything is right too.
+            # No worker of this job wrote this. Reading everything is right too.
             if not entry.doubt and isinstance(before, int) and 0 <= before <= _MOST_ARRIVALS:
                 wanted = range(before)
                 if isinstance(remaining, list) and all(isinstance(one, int) and one in wanted for one in remaining):
@@ -127,7 +127,7 @@ class MemberList:
         while places and not self._store.check(places):
             if deadline.passed():
                 for place in places:
-                    # Only where nothing, or an empty text, is.
+                    # Write only over a missing or empty text.
                     self._store.compare_set(place, "", _CLOSED)
                 return
             time.sleep(0.01)

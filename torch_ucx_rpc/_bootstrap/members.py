@@ -45,8 +45,8 @@ _logger = logging.getLogger(__name__)
 _QUESTIONS_PER_S = 1000
 _FIRST_QUESTIONS_PER_S = 50_000
 _LONGEST_PAUSE_S = 1.0
-# Records that are written, or read, at once. With 10,000 workers that all wait for a part the Store holds 250 MB. It
-# takes no value of more than 8 MiB.
+# Number of records in one part. With 10,000 workers that all wait for a part, the Store holds 250 MB. Its values are
+# limited to 8 MiB.
 _PART = 512
 # Rank 0 waits this long for the others to read the verdict.
 _FAREWELL_S = 5.0
@@ -82,7 +82,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
 
 
 def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
-    """The part of rank 0: wait for the others, judge, and tell them the verdict."""
+    """Do rank 0's part: wait for the others, judge, and publish the verdict."""
     arrivals = _Arrivals(store, own, secret)
     # Rank 0 stays in the list until its verdict is there. Otherwise a worker whose time ends now would call it absent.
     with _listed(store, own, secret):
@@ -91,7 +91,7 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
         except DistError:
             raise
         except (JoinFailed, ValueError) as error:
-            # Workers that are still to come hear of the error too, unless rank 0 has stopped waiting for them.
+            # Later workers hear of the error too, unless rank 0 has stopped waiting for them.
             expected = 0 if deadline.passed() else max(arrivals.world_sizes())
             _announce(store, own, secret, _to_verdict(error), arrivals.read_sessions, expected)
             raise
@@ -104,7 +104,7 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
 
 
 def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
-    """The part of every other rank: wait for the verdict of rank 0."""
+    """Do another rank's part: wait for the verdict of rank 0."""
     with _listed(store, own, secret) as position:
         entry = _await_verdict(store, own, secret, deadline)
         members = _read_members(store, own, entry)
@@ -161,7 +161,7 @@ def _listed(store: Store, own: Record, secret: Secret | None) -> Iterator[str]:
 
 
 def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list[Record]:
-    # Alone, rank 0 may ask often.
+    # Rank 0 is the only one that asks here, so it may ask often.
     for is_over in ask_again(1, deadline):
         has_new = arrivals.read()
         # An error is raised when all have come, so that all hear of it.
@@ -203,7 +203,7 @@ def _announce(
     whom: Callable[[], set[int]],
     at_least: int,
 ) -> None:
-    """Tell workers until ``at_least`` have read it, and all of ``whom`` (by session), or their time is up."""
+    """Publish it until ``at_least`` workers have read it, and all of ``whom`` (by session), or their time is up."""
     told: set[int] | None = None
     for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
         sessions = whom()
@@ -211,7 +211,7 @@ def _announce(
             values = {**verdict, "by": own.session, "judge": str(own), "sessions": sorted(sessions)}
             store.set("verdict", write_entry(values, secret))
             told = sessions
-        # Plus one: rank 0 knows the verdict itself.
+        # Add one, since rank 0 knows the verdict itself.
         if is_over or store.add(f"read/{own.session}", 0) + 1 >= max(len(told), at_least):
             break
 
@@ -243,7 +243,7 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
     """Yield False again and again, with growing pauses in between; at the end of the deadline, yield True."""
     longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))
-    # The first questions of all come together.
+    # The first questions of all workers come together.
     pause = max(0.001, workers / _FIRST_QUESTIONS_PER_S)
     while not deadline.passed():
         yield False
@@ -264,7 +264,7 @@ class _Arrivals:
         self._present: dict[str, Entry] = {}
 
     def read(self) -> bool:
-        """Read the entries that have been added since; False if there are none."""
+        """Read newly added entries. Returns False if there are none."""
         before = self._position
         count = 1
         while True:
@@ -285,11 +285,11 @@ class _Arrivals:
         self._present = {key: self._present[key] for key, text in zip(keys, texts, strict=True) if text}
 
     def are_all(self) -> bool:
-        """Whether the whole group has come; if workers disagree on its size, whether the smallest of the sizes has."""
+        """Tell whether the whole group has come. If workers disagree on its size, the smallest size counts."""
         return len(self._present) >= min(self.world_sizes())
 
     def read_sessions(self) -> set[int]:
-        """Sessions of all entries, valid or not, without second entries of a process, which are for its next
+        """Return sessions of all entries, valid or not, but only the first of each process: others belong to its next
         attempt."""
         self.read()
         first_of_process: dict[str, int] = {}
@@ -311,15 +311,15 @@ class _Arrivals:
         return [entry.values for entry in self._present.values()]
 
     def records(self) -> list[Record]:
-        """Records by rank. Raises JoinFailed for an entry of another version or secret, and for bytes that are not a
-        record."""
+        """Return records by rank. Raises JoinFailed for an entry of another version or secret, and for bytes that are
+        not a record."""
         return sorted((_check_record(entry, self.own) for entry in self._present.values()), key=lambda r: r.rank)
 
 
 def read_records(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
     """The records at these keys, without empty and blank ones.
 
-    JoinFailed for a record of another version of this package, or of a worker with another secret.
+    Raises JoinFailed for a record of another version of this package, or of a worker with another secret.
     """
     texts = zip(keys, _read_texts(store, keys), strict=True)
     return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text.strip()}
@@ -353,7 +353,7 @@ def _check_record(entry: Entry, own: Record) -> Record:
 
 
 def _check_agreement(records: list[Record]) -> None:
-    """JoinFailed unless these records, of workers that have come so far, can belong to one group."""
+    """Raise JoinFailed unless these records, of workers that have come so far, can belong to one group."""
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.world_size)):
         if earlier.world_size != later.world_size:
             raise JoinFailed(
@@ -394,7 +394,7 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> JoinTimed
     for record in records:
         ranks_by_host.setdefault(record.host, set()).add(record.rank)
     present = ", ".join(f"{_numbers(ranks)} on {host}" for host, ranks in sorted(ranks_by_host.items()))
-    # Without rank 0 the workers do not hear at the same time: others may have come and just left.
+    # Without rank 0 the workers give up at different times: others may have come and just left.
     not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
     return JoinTimedOut(
         f"init_rpc has waited {deadline.timeout:g} s (init_timeout) for all {own.world_size} workers, and these ranks "

@@ -78,13 +78,13 @@ def active_ports() -> list[str]:
 
 
 def has_verbs(ucx_path: str) -> bool:
-    """Whether the UCX whose libucp is this file has its module for InfiniBand."""
+    """Tell whether the UCX with this libucp has its module for InfiniBand."""
     return any((Path(ucx_path).resolve().parent / "ucx").glob("libuct_ib.so*"))
 
 
 def host_of(store: Store) -> str | None:
     """The host of a TCPStore; None for other Stores."""
-    # Imported here, since ``info`` uses this module even if torch cannot be imported.
+    # This import is here, since ``info`` uses this module even if torch cannot be imported.
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     while isinstance(store, PrefixStore):

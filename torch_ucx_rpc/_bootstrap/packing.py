@@ -2,9 +2,9 @@
 
 Records of one job resemble each other. So they are written by column: a field that all share once, numbers as
 differences, names that follow from the rank as a rule, and addresses byte by byte, the first bytes of all before the
-second bytes of all. An address says some things twice, and such columns are written once. zlib then makes 35 to 40
-bytes of a record that has 950 as JSON. 32 of these are random, in any coding: the session, and the numbers by which
-UCX tells workers and their queues apart.
+second bytes of all. An address repeats some values, and repeated columns are written once. zlib then makes 35 to 40
+bytes of a record that has 950 as JSON. 32 of these are random, in any coding: the session, and the numbers by which UCX
+tells workers and their queues apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_ucx_rpc._bootstrap.record import Record
 
-# No column of a job's records is larger. Bytes that no worker wrote do not fill the memory.
+# Limit of a column, so that bytes from a stranger do not fill the memory.
 _MOST_BYTES = 1 << 28
 
 
@@ -69,7 +69,7 @@ def unpack(packed: bytes) -> list[Record]:
             Record.of_fields({**dict(zip(fields, row, strict=True)), "session": session, "address": address})
             for session, address, *row in zip(sessions, addresses, *rows.values(), strict=True)
         ]
-    # Wrong bytes raise any of these.
+    # Wrong bytes may raise any of these.
     except (AttributeError, LookupError, TypeError, ValueError, struct.error, zlib.error) as error:
         raise ValueError(f"these are not the records of workers: {error}") from error
 

@@ -20,8 +20,8 @@ class Record(NamedTuple):
     A process id identifies a process only within a pid namespace, until the process ends or the machine reboots. Hence
     `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
 
-    Workers share memory only if their `user` is the same: an id and the namespace in which it means somebody.
-    `lifeline_port` is 0 for a worker without a lifeline (``lifeline``).
+    Workers share memory only if their `user` is the same: an id and its user namespace. `lifeline_port` is 0 for a
+    worker without a lifeline (``lifeline``).
 
     The worker numbers its RRefs from `first_rref_id` on, and its contexts of distributed autograd from
     `first_context_id` on. In a group without a size another worker may take its rank, so these numbers are random.
@@ -61,7 +61,7 @@ class Record(NamedTuple):
         try:
             # A process that has ended stays in the table, as a zombie, until its parent asks for its exit code.
             return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
-        except (FileNotFoundError, ProcessLookupError):  # the latter if it ends during the look
+        except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError if it ends during the look
             return True
 
     def to_values(self) -> dict[str, Any]:
@@ -81,10 +81,10 @@ class Record(NamedTuple):
 
     @classmethod
     def of_fields(cls, values: dict[str, Any]) -> Record:
-        """The same with the address as bytes."""
+        """The values with the address as bytes."""
         try:
             record = cls(**{**values, **convert_devices(values, _device)})
-        # Wrong values raise any of these; RuntimeError is torch's, for an impossible device.
+        # Wrong values may raise any of these; RuntimeError is torch's, for an impossible device.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
         for name, kind in _plain_fields().items():
@@ -95,7 +95,7 @@ class Record(NamedTuple):
 
 @functools.cache
 def _plain_fields() -> dict[str, type]:
-    """The types of those fields that JSON has as they are."""
+    """Types of the fields that JSON needs no conversion for."""
     return {name: kind for name, kind in get_type_hints(Record).items() if kind in (bool, int, str)}
 
 

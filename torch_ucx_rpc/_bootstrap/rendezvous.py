@@ -1,8 +1,8 @@
 """The Store through which the workers of a job find each other.
 
-Rank 0 opens it at the address that ``init_method`` gives and the others connect to it, as with
-``torch.distributed.rendezvous``. But here rank 0 does not wait for workers that may never come, inside C++ where Ctrl-C
-does not reach it. ``members`` waits for the workers.
+Rank 0 opens it at the address of ``init_method`` and the others connect to it, as with
+``torch.distributed.rendezvous``. But here rank 0 does not wait in C++, deaf to Ctrl-C, for workers that may never come.
+``members`` waits for the workers.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ STORE_ENDS = (
 
 # A Store answers a new connection within this time. If there is no answer, the port is not a Store's.
 _ANSWER_S = 10.0
-# But a Store may have many connections to answer first: torch's looks up the host name of each client, and a DNS that
-# does not answer costs 5 s or more.
+# A busy Store needs longer: torch's looks up the host name of each client, and a DNS that does not answer costs 5 s or
+# more.
 _LONGEST_ANSWER_S = 300.0
 
 # The end of the process waits this long for requests to a Store that are still under way.
@@ -64,7 +64,7 @@ _kept: tuple[object, Store] | None = None
 
 
 def create_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Store:
-    """The Store of the job, hosted by rank 0 unless torchrun does.
+    """Open or join the job's Store, which rank 0 hosts, unless torchrun does.
 
     Args:
         init_method: a URL; all but ``env://`` and ``tcp://host:port`` go to ``torch.distributed.rendezvous``.
@@ -102,7 +102,7 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
 
 
 def _limit_waits(store: Store, timeout: float) -> None:
-    # To a TCPStore 0 means "do not wait at all"; and it takes no more milliseconds than an int has.
+    # To a TCPStore 0 means "do not wait at all", and its milliseconds must fit into an int.
     store.set_timeout(timedelta(seconds=timeout or _NO_LIMIT_S))
 
 
@@ -117,7 +117,7 @@ def _check_folder(url: ParseResult) -> None:
 
 
 def check_rank(init_method: str, rank: int) -> int:
-    """The rank of a worker of a group without a size. A missing rank (-1) is taken from the environment."""
+    """Return the rank of a worker of a group without a size. A missing rank (-1) is taken from the environment."""
     url = urlparse(init_method)
     if rank >= 0:
         return rank
@@ -211,7 +211,7 @@ def _serve_job(address: JobAddress) -> TCPStore:
 def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
     pause = 0.01
     while True:
-        # The finding at each place, for the error.
+        # Findings at each place, for the error.
         seen: dict[str, object] = {}
         for port, host in itertools.product(address.ports, address.hosts):
             try:
@@ -296,7 +296,7 @@ def _create_tcp_store(
         raise JoinFailed(problem) from error
 
 
-# Threads that were still in C++ when their caller stopped waiting.
+# Threads that remained in C++ when their caller stopped waiting.
 _left_behind: list[threading.Thread] = []
 
 

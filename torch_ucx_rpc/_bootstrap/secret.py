@@ -59,21 +59,21 @@ class Secret:
         return _hmac(self.key("store"), text.encode()).hex()
 
     def has_made(self, tag: str, text: str) -> bool:
-        """Whether it is the tag of the text by this secret."""
+        """Tell whether this is the secret's tag of the text."""
         from hmac import compare_digest
 
         return compare_digest(self.tag(text).encode(), tag.encode())
 
 
 class Entry(NamedTuple):
-    """An entry of the Store: its values, and the doubt about them, if any, with {own} and {who} for the workers."""
+    """An entry of the Store: its values, and any doubt about them, as a text with {own} and {who} for the workers."""
 
     values: dict[str, Any]
     doubt: str = ""
 
 
 def _hmac(key: bytes, text: bytes) -> bytes:
-    # Imported only with a secret, which few jobs have, to save time at the start.
+    # This import saves time at the start of the many jobs without a secret.
     import hmac
 
     return hmac.digest(key, text, "sha256")
@@ -117,7 +117,7 @@ def _to_values(text: bytes | str) -> dict[str, Any]:
 
 
 def load_secret(secret_file: str | None) -> Secret | None:
-    """The secret in the file, or else the secret in the environment; None if neither is given.
+    """Return the secret in the file, or the one in the environment; None without both.
 
     Raises ValueError for a secret that is too short or too long and for a file that other users can read; OSError for a
     file that this process cannot read.

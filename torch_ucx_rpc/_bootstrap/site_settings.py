@@ -1,4 +1,4 @@
-"""Settings and limits of the site that RPC cannot work with, or works badly with; checked before workers meet.
+"""Checks, before workers meet, of settings and limits of the site with which RPC fails or works badly.
 
 Only settings that UCX takes silently are checked here. UCX itself warns on stderr of variables that it does not know,
 of devices and transports that the machine does not have, and of values that make no sense.
@@ -31,7 +31,7 @@ _FILES_OF_A_PEER = 2
 
 
 class Problem(NamedTuple):
-    """Something that is wrong, and its cure."""
+    """A fault, and its cure."""
 
     problem: str
     cure: str
@@ -97,7 +97,7 @@ def of_files(world_size: int) -> Iterator[Problem]:
         return
     try:
         is_open = len(list(Path("/proc/self/fd").iterdir()))
-    # No file is left even for listing them.
+    # The process cannot even open a file to list them.
     except OSError:
         is_open = limit
     wanted = is_open + _FILES_OF_AN_AGENT + _FILES_OF_A_PEER * (world_size - 1)

@@ -26,7 +26,7 @@ class DeviceOptions(Protocol):
 
 
 def own_devices(options: DeviceOptions) -> list[torch.device]:
-    """The local CUDA devices that the options name; others may name more in their maps."""
+    """Return the local CUDA devices that the options name; other workers may name more in their maps."""
     named = set(options.devices)
     for requests in options.device_maps.values():
         named.update(requests)
@@ -36,9 +36,9 @@ def own_devices(options: DeviceOptions) -> list[torch.device]:
 
 
 def make_contexts(options: DeviceOptions) -> None:
-    """Make a context on each of these devices; the first one's is current then.
+    """Make a context on each of these devices; the first one's becomes current.
 
-    A device that is not there is left to `maps.check`, which names the worker and the cure.
+    `maps.check` reports missing devices, with the worker and the cure.
     """
     devices = [device for device in own_devices(options) if device.index < torch.cuda.device_count()]
     for device in reversed(devices):

@@ -22,7 +22,7 @@ DeviceMaps: TypeAlias = dict[str, DeviceMap]
 
 
 class Worker(Protocol):
-    """The part of a worker's record (``_bootstrap.record``) that says something about devices."""
+    """The part of a worker's record (``_bootstrap.record``) about devices."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) ->
 
 
 def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
-    """The map for replies: from the callee's device of a result to the caller's device where it arrives.
+    """Make the map for replies, from a callee's device to the caller's device where results arrive.
 
     Args:
         requests: the caller's device map for the callee.
@@ -68,7 +68,7 @@ def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
 
 
 def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
-    """The maps for replies of the worker of this name, by caller."""
+    """Make the maps for the replies of the worker of this name, by caller."""
     maps = {
         caller.name: reply_map(caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {}))
         for caller in members
@@ -77,7 +77,8 @@ def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
 
 
 def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
-    """The CUDA devices of a worker that RPC uses: its option ``devices``, or all devices in maps, others' too.
+    """Return the CUDA devices that RPC uses on a worker: its option ``devices``, or all its devices in any worker's
+    maps.
 
     Args:
         replies: the result of `maps_of_replies` for this worker.
@@ -94,7 +95,7 @@ def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
 
 
 def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
-    """ValueError unless all device maps fit together; a dynamic group may map workers that are still to come."""
+    """Raise ValueError unless all device maps fit together. A dynamic group may map workers that have not come yet."""
     members = {record.name: record for record in records}
     for record in records:
         if len(set(record.devices)) != len(record.devices):
@@ -153,7 +154,7 @@ _FOR_CUDA = {"all", "cuda", "cuda_copy"}
 
 
 def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Mapping[str, str]) -> None:
-    """JoinFailed if UCX would take pointers to these devices for host memory, and crash.
+    """Raise JoinFailed if UCX would take pointers to these devices for host memory, and crash.
 
     Args:
         ucx_path: the file of the loaded libucp.

@@ -25,7 +25,7 @@ from torch_ucx_rpc.errors import JoinFailed
 # Addresses of two C functions: allocate and deallocate.
 EntryPoints: TypeAlias = tuple[int, int]
 
-# RMM's pools take no other sizes.
+# RMM's pools take only multiples of this size.
 _GRANULE = 256
 
 
@@ -64,7 +64,7 @@ def choose(options: PoolOptions, devices: Iterable[torch.device]) -> None:
         _C.set_device_pool(_C.DeviceMemorySource.entry_points, rmm_entry_points())
         _stop_at_exit()
     elif torch.cuda.memory.get_allocator_backend() == "pluggable":
-        # Such an allocator, RMM's for one, knows only the stream of the allocation.
+        # An allocator such as RMM's knows only the stream of the allocation.
         _C.set_device_pool(_C.DeviceMemorySource.replaced_torch, None)
         _stop_at_exit()
     else:
@@ -131,7 +131,7 @@ def prepare_resource(device: int, most_bytes: int | None) -> None:
 
 @functools.cache
 def rmm_entry_points() -> EntryPoints:
-    """RMM's entry points; JoinFailed if they are not where all versions since 23.4 have them."""
+    """Find RMM's entry points. Raises JoinFailed if they are not where all versions since 23.4 have them."""
     package = Path(_rmm().__file__).parent
     for library in sorted(package.rglob("_torch_allocator*.so")):
         functions = ctypes.CDLL(str(library))

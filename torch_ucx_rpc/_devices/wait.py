@@ -1,4 +1,4 @@
-"""`wait`: a thread waits for a value on devices, not only its streams do."""
+"""`wait`: it makes the thread wait for a value on devices, and not only its streams."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def wait(future: torch.futures.Future[T], *, blocking: bool = False) -> T:
     """Wait for a future, and by choice for the data that its value has on devices.
 
     ``future.wait()`` returns once the value is known, and orders the current streams after its data: a GPU may still be
-    writing these. With ``blocking`` the thread waits until they are there, as the host has to before it reads, measures
-    or shares them without torch.
+    writing these. With ``blocking`` the thread waits for the data, as the host must before it reads, measures or shares
+    them without torch.
 
     Args:
         future (torch.futures.Future): a future of ``rpc_async``, ``then`` or any other, on any backend.
-        blocking (bool): waits for the current stream of each device of the future too, and so for all that this stream
-            had to do before (default: False, as ``future.wait()``). A future without devices makes no difference.
+        blocking (bool): also waits for the current stream of each device of the future, and so for all earlier work of
+            this stream (default: False, as ``future.wait()``). It has no effect on a future without devices.
 
     Returns the future's value.
 

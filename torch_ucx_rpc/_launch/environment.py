@@ -19,8 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Ports for Stores: below the ports that Linux hands out (32768 and up), above the ports of services. A job has several
-# of them, for the case that the first is in use.
+# Ports for Stores: below the ports that Linux hands out (32768 and up), above the ports of services. A job has several,
+# in case the first is in use.
 _FIRST_PORT, _PORTS = 16_384, 16_384
 _PORTS_OF_A_JOB = 4
 
@@ -68,7 +68,7 @@ def find_launch(environ: Environ) -> Launch | None:
 
 
 def nothing_found(environ: Environ) -> str:
-    """The error text for an environment in which `find_launch` found nothing, with the cure."""
+    """The error text, with the cure, for an environment without a launch."""
     cure = "Start the program with a launcher, such as `python -m torch_ucx_rpc run -n 2 <script>`,"
     if environ.get("SLURM_JOB_ID"):
         cure = f"This process is within job {environ['SLURM_JOB_ID']} of Slurm but no task of it: start it with srun,"
@@ -85,7 +85,8 @@ def default_name(rank: int) -> str:
 
 
 def ports_of(job: str) -> tuple[int, ...]:
-    """The ports where the Store of a job may be: the same for all its workers, most likely others for other jobs."""
+    """Return the ports where the Store of a job may be, equal for all its workers and most likely different for other
+    jobs."""
     digests = (hashlib.sha256(f"{job} {attempt}".encode()).digest() for attempt in range(_PORTS_OF_A_JOB))
     return tuple(_FIRST_PORT + int.from_bytes(digest[:4], "big") % _PORTS for digest in digests)
 

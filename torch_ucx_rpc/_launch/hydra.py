@@ -10,7 +10,7 @@ from torch_ucx_rpc._bootstrap.record import process_stat, start_time
 from torch_ucx_rpc._launch.environment import Launch
 from torch_ucx_rpc.errors import JoinFailed
 
-# hydra sets it for its children alone.
+# hydra sets it only for its children.
 _VARIABLE = "PMI_RANK"
 
 
@@ -32,14 +32,14 @@ def job_on_this_host(launch: Launch) -> str:
 def _starting_process() -> str | None:
     """Pid and start time of the nearest ancestor without the variable; None if this pid namespace has none."""
     if Path("/proc/self").readlink().name != str(os.getpid()):
-        # /proc is of another namespace: its pids are not those that this process knows.
+        # /proc belongs to another namespace, with other pids.
         return None
     pid = os.getppid()
     try:
         while pid and _VARIABLE.encode() + b"=" in Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(process_stat(pid)[1])
     except OSError:
-        # The process of another user, whose environment cannot be read, was not started by mpirun.
+        # Another user's process, whose environment cannot be read, was not started by mpirun.
         pass
     return f"{pid} {start_time(pid)}" if pid else None
 

@@ -104,7 +104,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
     group = _process_group()
     if group is not None and (rank, world_size) == (group.rank, group.world_size):
         return PrefixStore("torch_ucx_rpc", _get_default_store())
-    # This raises an error that names the missing variable: MASTER_ADDR or MASTER_PORT.
+    # This raises the error that names the missing variable: MASTER_ADDR or MASTER_PORT.
     return create_store(init_method, rank, world_size, timeout)
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 tells the others its host, over MPI: for workers under mpirun, where no variable has it."""
+"""The host of rank 0, broadcast over MPI: for workers under mpirun, where no variable has it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class NumbaCode:
                 f"the function of {schema.name} is compiled by numba with options ({options}) that need "
                 f"other threads or the GIL; a native operator can have neither parallel nor forceobj"
             )
-        # Kept for ever, as the operator is.
+        # Never freed, like the operator.
         self._entries: list[Any] = []
 
     @property
@@ -67,9 +67,8 @@ class NumbaCode:
     def compile(self, tensors: Sequence[tuple[torch.dtype, int, bool]]) -> tuple[int, torch.dtype, int]:
         """The address of code for tensor arguments of these dtypes, dimensions and contiguities.
 
-        The address is followed by the dtype and the number of dimensions of the returned tensor; any values if the
-        code returns no tensor.
-        Raises TypeError for tensors that the function does not compile for.
+        The address is followed by the dtype and the number of dimensions of the returned tensor; they mean nothing if
+        the code does not return a tensor. Raises TypeError for tensors that the function does not compile for.
         """
         described = ", ".join(
             f"{name} {dtype} of {dims} dimension{'s' * (dims != 1)}"

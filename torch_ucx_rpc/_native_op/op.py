@@ -53,7 +53,7 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
             ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)``, which is the argument marked
             so; then the function returns nothing.
 
-    Returns what ``torch.ops`` has: the operator, which TorchScript knows by either name.
+    Returns the operator of ``torch.ops``, which TorchScript knows by either name.
 
     The decorated function may be numba's already, from ``numba.njit`` with options of its own, but not a parallel one:
     numba's default threads abort a process where two calls run at once.
@@ -131,5 +131,5 @@ def _check(text: str, schema: Any) -> None:
 
 
 def _kind(argument: Any) -> str:
-    # Not the type's full name: torch calls a SymInt an int there.
+    # Do not use the type's full name, in which torch calls a SymInt an int.
     return str(argument.real_type.kind()).removesuffix("Type")

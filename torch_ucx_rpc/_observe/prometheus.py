@@ -32,7 +32,7 @@ class Endpoint:
 
 
 def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> Endpoint:
-    """Answer Prometheus at the port ``first_port + rank``, or at any free one if ``first_port`` is 0.
+    """Serve Prometheus at the port ``first_port + rank``, or at any free one if ``first_port`` is 0.
 
     Raises JoinFailed if prometheus_client is not installed, or the port is in use or beyond the last one.
     """

@@ -42,7 +42,7 @@ _ANSWER_S = 5.0
 # Limit for each step of a client: its question fits into one packet, and it reads the answer at once.
 _CLIENT_S = 10.0
 _LONGEST_QUESTION = 1 << 20
-# At the end of the agent, limit for an answer under way. Pause after a connection for which no file was left.
+# Limit for an answer under way at the end of the agent; also the pause after running out of files.
 _FAREWELL_S = 0.5
 _NO_FILE_S = 1.0
 
@@ -50,7 +50,7 @@ _NO_FILE_S = 1.0
 class Observed:
     """Answers observers of this worker, on a thread of its own, until `close`.
 
-    Raises OSError if there can be no such socket.
+    Raises OSError if the socket cannot be made.
     """
 
     def __init__(self, snapshot: Callable[[], Statistics]) -> None:
@@ -64,7 +64,7 @@ class Observed:
             self._socket.close()
             raise
         close_in_children(self._socket)
-        # A daemon, so that it does not hold up the end of a program without shutdown.
+        # A daemon thread does not hold up the end of a program without shutdown.
         self._thread = threading.Thread(target=self._serve, name="torch_ucx_rpc-observed", daemon=True)
         self._thread.start()
 
@@ -91,8 +91,7 @@ class Observed:
                     connection.settimeout(_CLIENT_S)
                     if _uid(connection) in (os.geteuid(), 0):
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
-                # A client that asks nonsense or goes away must not harm others, so every exception of JSON and torch is
-                # caught.
+                # A bad or vanishing client must not harm others, so every exception of JSON and torch is caught.
                 except Exception as error:
                     _logger.debug("an observer was not answered: %s", error)
                 # The observer reads on to the end, and a forked child may have the connection too.
@@ -115,7 +114,7 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
     for rank in ranks:
         try:
             asked[rank] = rpc.rpc_async(rank, own_statistics, timeout=_ANSWER_S)
-        # RPC has ended, or there is no such worker, or it is gone.
+        # RPC has ended, or the worker is unknown or gone.
         except RuntimeError as error:
             answers[str(rank)] = str(error)
     for rank, future in asked.items():
@@ -127,8 +126,8 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
 
 
 def own_statistics() -> str:
-    """This worker's statistics for another worker, by RPC; as text, so that nothing but a str is unpickled."""
-    # Loaded when it is needed: each worker loads this module, and few are asked.
+    """Return this worker's statistics by RPC, as text, so that the caller unpickles only a str."""
+    # Load it on demand: each worker loads this module, but few are asked.
     from torch_ucx_rpc._observe.statistics import statistics
 
     return json.dumps(statistics().to_values())
@@ -141,7 +140,8 @@ class Found(NamedTuple):
     name: str
 
     def ask(self, ranks: Iterable[int] = ()) -> dict[int, Statistics | str]:
-        """Statistics of this worker, or of the workers ``ranks``, by rank; a str says why there are none.
+        """Ask for statistics of this worker, or of the workers ``ranks``. Returns them by rank; a str is the reason for
+        their absence.
 
         Raises OSError if the worker does not answer, ValueError for an answer that makes no sense.
         """

@@ -115,7 +115,7 @@ def _documented(cls: type[_Class]) -> type[_Class]:
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         first, *words = f"{each.name} ({each.type}): {each.metadata['meaning']}.".split()
         lines.append(" " * 4 + first)
-        # Not textwrap, which would take a fifth of the package's import.
+        # Importing textwrap would take a fifth of the package's import.
         for word in words:
             if len(lines[-1]) + len(word) < 120:
                 lines[-1] += f" {word}"
@@ -128,7 +128,8 @@ def _documented(cls: type[_Class]) -> type[_Class]:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerStatistics:
-    """One worker of the job, as the worker that was asked sees it. All counts are since its ``init_rpc``.
+    """One worker of the job, from the view of the worker whose statistics these are. All counts are since its
+    ``init_rpc``.
 
     docs/statistics.md has a table of the fields.
     """
@@ -282,7 +283,7 @@ class Statistics:
 
     @property
     def session(self) -> int:
-        """Random number; tells this life of the worker from an earlier one."""
+        """Random number that distinguishes lives of the worker."""
         return next(peer.session for peer in self.peers if peer.rank == self.rank)
 
     @property
@@ -374,6 +375,7 @@ def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
 
 
 def _services_of(agent: _agent.UcxRpcAgent) -> tuple[ServiceStatistics, ...]:
-    """The names that the worker of this agent offers: none unless the program has imported `torch_ucx_rpc.services`."""
+    """Return the names that the worker of this agent offers; none unless the program has imported
+    `torch_ucx_rpc.services`."""
     services = sys.modules.get("torch_ucx_rpc.services._api")
     return () if services is None else services.statistics_of(agent)
