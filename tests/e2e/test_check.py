@@ -40,7 +40,7 @@ def test_workers_that_do_not_come_have_an_exit_code_of_their_own() -> None:
     command = [*COMMAND, "--timeout", "0.5", "--json"]
     done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, ""), done.stderr
-    assert "check: " in done.stderr
+    assert "check: init_rpc has waited 0.5 s" in done.stderr
 
 
 def test_on_two_hosts_a_dead_interface_is_avoided() -> None:

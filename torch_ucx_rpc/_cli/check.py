@@ -114,7 +114,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) -> int:
     """Run as one worker, under a launcher if it has no rank yet; return the exit code."""
     torch.set_num_threads(1)
-    options = torch_ucx_rpc.UcxRpcBackendOptions(init_method=url, rpc_timeout=arguments.timeout)
+    options = torch_ucx_rpc.UcxRpcBackendOptions(
+        init_method=url, rpc_timeout=arguments.timeout, init_timeout=arguments.timeout
+    )
     try:
         if rank is None:
             torch_ucx_rpc.init_rpc(rpc_backend_options=options)
