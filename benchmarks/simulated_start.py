@@ -5,12 +5,10 @@
 
 The simulated workers run the product's own code: ``gather_members`` in a greenlet each, by a clock that jumps from one
 event to the next, and the C++ barrier (simulated_barrier.cpp). Simulated is what lies between them: one Store, which
-takes ``SERVE_S`` for a request, and a network with 50 us of delay and 10 Gbit/s at each host. The work of rank 0 and of
-each worker with the records is measured here and counted in.
+takes ``SERVE_S`` for a request, relays, and a network with 50 us of delay and 10 Gbit/s at each host. The work of rank
+0 and of each worker with the records is measured here and counted in.
 
-With ``--shared SECONDS`` all workers share a machine, which takes so long for the ``init_rpc`` of each. A real job is
-as fast if it has the CPU time that real_start.py tells, divided by the processors. It needs greenlet (pip install
-greenlet).
+``real_start.py --simulated`` compares a real job. It needs greenlet (pip install greenlet).
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch._C._distributed_c10d import HashStore
 
 from torch_ucx_rpc import _agent, _native
-from torch_ucx_rpc._bootstrap import deadline, members, packing
+from torch_ucx_rpc._bootstrap import deadline, members, packing, relay
 from torch_ucx_rpc._bootstrap.record import Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +60,15 @@ class Clock:
         self._measured: greenlet | None = None
         self._resumed = 0.0
 
+    def wait(self) -> None:
+        """Until another worker calls `wake` for this one."""
+        parent = getcurrent().parent
+        assert parent is not None
+        parent.switch()
+
+    def wake(self, at: float, worker: greenlet) -> None:
+        self._push(at, worker)
+
     def start(self, at: float, work: Callable[[], None], takes_time: bool) -> None:
         """Have a worker begin; with ``takes_time`` it needs the time for which it computes here."""
         worker = greenlet(work, parent=getcurrent())
@@ -81,8 +88,7 @@ class Clock:
         if worker is self._measured:
             at += time.thread_time() - self._resumed
         self._push(at, worker)
-        assert worker.parent is not None
-        worker.parent.switch()
+        self.wait()
 
     def sleep(self, seconds: float) -> None:
         self.sleep_until(self.now + seconds)
@@ -147,6 +153,47 @@ class SimulatedStore:
         self._clock.sleep_until(self._sent + DELAY_S)
 
 
+class SimulatedRelay:
+    """``relay.Relay``, whose host sends to one worker after the other."""
+
+    all: ClassVar[list[SimulatedRelay]] = []
+
+    def __init__(self, clock: Clock, below: int) -> None:
+        self._clock = clock
+        self._waiting: list[greenlet] = []
+        self._packed = b""
+        self._sent = 0.0
+        self.sent_bytes = 0
+        self.places = [len(self.all)] if below else []
+        if below:
+            self.all.append(self)
+
+    def serve(self, packed: bytes) -> None:
+        self._packed = packed
+        for worker in self._waiting:
+            self._clock.wake(self._send(), worker)
+
+    def close(self) -> None:
+        pass
+
+    def give(self) -> bytes:
+        """Let the worker that calls this wait for the records."""
+        began = self._clock.now
+        if self._packed:
+            self._clock.sleep_until(self._send())
+        else:
+            self._waiting.append(getcurrent())
+            self._clock.wait()
+        assert self._clock.now - began < relay._PATIENCE_S, "the worker would have read the Store"
+        return self._packed
+
+    def _send(self) -> float:
+        size = FRAME_BYTES + len(self._packed)
+        self.sent_bytes += size
+        self._sent = max(self._sent, self._clock.now + DELAY_S) + size / BYTES_PER_S
+        return self._sent + DELAY_S
+
+
 def record_of(rank: int, workers: int) -> Record:
     """A record like those for TCP and shared memory: 24 random bytes in the address, 12 of which come twice."""
     numbers = random.Random(rank)
@@ -181,12 +228,14 @@ def record_of(rank: int, workers: int) -> Record:
 
 @contextlib.contextmanager
 def simulated_time(clock: Clock) -> Iterator[None]:
-    """Let ``members`` wait by this clock, and unpack each part once for all workers."""
+    """Let ``members`` wait by this clock, and unpack the records once for all workers."""
     simulated: Any = types.SimpleNamespace(sleep=clock.sleep, monotonic=lambda: clock.now)
     changes: list[tuple[Any, str, Any]] = [
         (members, "time", simulated),
         (deadline, "time", simulated),
         (members, "PrefixStore", lambda _prefix, store: store),
+        (members, "Relay", lambda _store, below: SimulatedRelay(clock, below)),
+        (members, "take", lambda places, _size: SimulatedRelay.all[places[0]].give()),
         (packing, "unpack", functools.lru_cache(None)(packing.unpack)),
     ]
     before = [getattr(module, name) for module, name, _ in changes]
@@ -200,8 +249,16 @@ def simulated_time(clock: Clock) -> Iterator[None]:
 
 
 def rendezvous(workers: int, late: float, work_s: float, each_s: float = 0) -> dict[str, float]:
+    """Figures of a rendezvous.
+
+    Args:
+        late: per cent of the workers.
+        work_s: seconds that each worker needs to take in the records.
+        each_s: if all share a machine, the seconds of it that ``init_rpc`` of each worker takes.
+    """
     clock = Clock()
     store = SimulatedStore(clock)
+    SimulatedRelay.all.clear()
     chance = random.Random(1)
     ended: list[float] = []
 
@@ -225,6 +282,7 @@ def rendezvous(workers: int, late: float, work_s: float, each_s: float = 0) -> d
         "taken": store.taken_bytes,
         "requests": store.requests,
         "store": store.most_bytes,
+        "relay": max((one.sent_bytes for one in SimulatedRelay.all), default=0),
     }
 
 
@@ -235,10 +293,10 @@ def work_with_records(workers: int) -> tuple[float, float]:
     try:
         records = [record_of(rank, workers) for rank in range(workers)]
         records[0] = records[0]._replace(session=agent.session, address=agent.address)
-        parts = [packing.pack(records[start : start + 512]) for start in range(0, workers, 512)]
+        packed = packing.pack(records)
         del records
         before, began = resident_bytes(), time.process_time()
-        unpacked = [record for part in parts for record in packing.unpack(part)]
+        unpacked = packing.unpack(packed)
         agent.add_records(unpacked, unpacked)
         return time.process_time() - began, resident_bytes() - before
     finally:
@@ -270,29 +328,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workers", type=int, nargs="+")
     parser.add_argument("--late", type=float, default=0, metavar="PERCENT", help=f"share that comes {LATE_S:g} s late")
-    parser.add_argument("--shared", type=float, metavar="SECONDS", help="time of a shared machine for each worker")
     parser.add_argument("--dying", type=int, default=0, help="inner workers that die in the shutdown")
     arguments = parser.parse_args()
     if _native._C is None:
         sys.exit("the extension is not built")
     print(
-        f"{'workers':>7} {'init, s':>8} {'Store sends':>12} {'takes':>10} {'a worker':>9} {'requests':>9} ",
+        f"{'workers':>7} {'init, s':>8} {'Store sends':>12} {'takes':>10} {'a worker sends':>13} {'requests':>9} ",
         end="",
     )
     print(f"{'Store holds':>12} {'worker holds':>13} {'shutdown, s':>12} {'frames':>7} {'contacts':>9}")
     with tempfile.TemporaryDirectory() as folder:
         for workers in arguments.workers:
             work_s, worker_bytes = work_with_records(workers)
-            if arguments.shared:
-                found = rendezvous(workers, arguments.late, 0, arguments.shared)
-            else:
-                found = rendezvous(workers, arguments.late, work_s)
+            found = rendezvous(workers, arguments.late, work_s)
             ending = barrier(folder, workers, arguments.late, arguments.dying)
             sent = found["sent"]
             print(
-                f"{workers:>7} {found['seconds']:>8.2f} {sent / 1e6:>9.1f} MB "
-                f"{found['taken'] / 1e6:>7.1f} MB {sent / workers / 1e3:>6.1f} kB "
-                f"{found['requests']:>9} {found['store'] / 1e6:>9.1f} MB {worker_bytes / 1e6:>10.1f} MB "
+                f"{workers:>7} {found['seconds']:>8.2f} {sent / 1e6:>9.1f} MB {found['taken'] / 1e6:>7.1f} MB "
+                f"{found['relay'] / 1e6:>11.1f} MB {found['requests']:>9} "
+                f"{found['store'] / 1e6:>9.1f} MB {worker_bytes / 1e6:>10.1f} MB "
                 f"{ending['seconds']:>12.3f} {ending['frames']:>7} {ending['contacts']:>9}",
                 flush=True,
             )

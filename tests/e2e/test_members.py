@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore, PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from tests.support.workers import run_workers
 from tests.unit.test_members import outcome, record
-from torch_ucx_rpc._bootstrap import members
+from torch_ucx_rpc._bootstrap import members, relay
 from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.record import Record, process_facts, start_time
+from torch_ucx_rpc._bootstrap.relay import Relay
 from torch_ucx_rpc._bootstrap.rendezvous import create_store
 
 
@@ -47,6 +49,7 @@ def test_every_worker_learns_of_all_by_rank() -> None:
 
 def meet_in_parts(rank: int) -> list[Record]:
     members._PART = 3
+    members._PART_BYTES = 100
     return meet(rank, 8)
 
 
@@ -54,6 +57,43 @@ def test_members_come_in_parts_and_arrivals_too() -> None:
     first, *others = run_workers(8, meet_in_parts, init=False)
     assert [member.rank for member in first] == list(range(8))
     assert others == [first] * 7
+
+
+def die_above_others(rank: int) -> list[int]:
+    """Rank 1 dies when it has the records. Ranks 3 and 4 wait for it to send them on."""
+    relay.FAN_OUT = 2
+    # The end of rank 1 ends their wait.
+    relay._PATIENCE_S = 1000
+    members._FAREWELL_S = 0.1
+    store = create_store("env://", rank, 7, 30)
+    if rank == 1:
+        Relay.serve = lambda *_: os._exit(0)  # type: ignore[method-assign]
+    found = [member.rank for member in gather_members(store, record(rank, 7), 30)]
+    # Rank 0 hosts the Store.
+    store.add("met", 1)
+    while rank == 0 and store.add("met", 0) < 6:
+        time.sleep(0.01)
+    return found
+
+
+def test_the_death_of_a_worker_above_delays_no_member() -> None:
+    everybody = list(range(7))
+    assert run_workers(7, die_above_others, init=False, exit_codes={1: 0}) == [everybody, None, *[everybody] * 5]
+
+
+def test_a_forked_child_does_not_keep_a_relay() -> None:
+    own = Relay(HashStore(), 1)
+    parent, child = socket.socketpair()
+    if os.fork() == 0:
+        parent.close()
+        child.sendall(b"!")
+        child.recv(1)
+        os._exit(0)
+    parent.recv(1)
+    own.close()
+    with parent, child, socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+        client.connect("\0" + str(own.places[0]))
+    os.wait()
 
 
 def meet_in_a_file(rank: int, file: Path) -> list[int]:

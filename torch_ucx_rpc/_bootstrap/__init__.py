@@ -6,6 +6,7 @@
 * ``deadline``       the end of a wait that has several steps
 * ``record``         describes one worker to the others
 * ``packing``        writes many records in few bytes
+* ``relay``          lets a worker take the records of all from another one
 * ``members``        agrees on the members of a group of fixed size
 * ``member_list``    keeps the list of a group that workers join and leave
 * ``dynamic_group``  has its members admit workers that join, and forget those that leave

@@ -6,14 +6,15 @@ keys::
     arrivals              how many workers have come
     arrival/0             record of the first; empty after that worker gave up
     arrival/1             record of the second ...
-    members/<session>/0   by rank 0: the records of the first ranks, packed (``packing``)
-    members/<session>/1   of the next ranks ...
-    verdict               by rank 0: the digests of these parts, or the error that all workers raise
+    relay/<rank>          where the workers below this rank get the records of all (``relay``)
+    members/<session>/0   by rank 0: the first part of these records, packed (``packing``)
+    members/<session>/1   the next part ...
+    verdict               by rank 0: the size and digest of all parts, or the error that all workers raise
     read/<session>        how many have read it; rank 0 waits for them, since it may host the Store and leave
 
 Only rank 0 reads the records, and judges them when enough have come or time is up. So every worker starts with the same
-members, or raises the same error, and the requests to the Store grow linearly with the number of workers. A worker
-reads one part after the other: the Store keeps a copy of each answer that is under way.
+members, or raises the same error. Requests to the Store, and its bytes, grow linearly with the number of workers. A
+worker reads one part after the other: the Store keeps a copy of each answer that is under way.
 
 Workers wait by asking again, in growing intervals. A wait inside the Store would be deaf to Ctrl-C, since it is in C++,
 and would warn on stderr whenever it ends without a result.
@@ -35,6 +36,7 @@ from torch.distributed import DistError
 from torch_ucx_rpc._bootstrap import packing
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.record import Record
+from torch_ucx_rpc._bootstrap.relay import Relay, above, number_below, take
 from torch_ucx_rpc._bootstrap.secret import Entry, Secret, read_entry, refusal, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
@@ -45,9 +47,11 @@ _logger = logging.getLogger(__name__)
 _QUESTIONS_PER_S = 1000
 _FIRST_QUESTIONS_PER_S = 50_000
 _LONGEST_PAUSE_S = 1.0
-# Number of records in one part. With 10,000 workers that all wait for a part, the Store holds 250 MB. Its values are
-# limited to 8 MiB.
+# Number of arrivals that are read at once.
 _PART = 512
+# Size of one part of the packed records, in bytes. If 10,000 workers all wait for a part, the Store holds 160 MB. Its
+# values are limited to 8 MiB.
+_PART_BYTES = 1 << 14
 # Rank 0 waits this long for the others to read the verdict.
 _FAREWELL_S = 5.0
 
@@ -71,7 +75,8 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
     try:
         verdict = _read_verdict(store, secret)
         if verdict is not None and "members" in verdict.values:
-            raise _came_too_late(own, verdict, _read_members(store, own, verdict))
+            packed = _read_packed(store, own, secret, verdict)
+            raise _came_too_late(own, verdict, packing.unpack(packed) if packed else [])
         part = _lead if own.rank == 0 else _follow
         return part(store, own, secret, deadline)
     except DistError as error:
@@ -95,21 +100,29 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
             expected = 0 if deadline.passed() else max(arrivals.world_sizes())
             _announce(store, own, secret, _to_verdict(error), arrivals.read_sessions, expected)
             raise
-    parts = [packing.pack(members[start : start + _PART]) for start in range(0, len(members), _PART)]
-    for number, part in enumerate(parts):
+    packed = packing.pack(members)
+    for number, start in enumerate(range(0, len(packed), _PART_BYTES)):
+        part = packed[start : start + _PART_BYTES]
         store.set(_part_key(own.session, number), part)  # type: ignore[arg-type]  # which takes bytes, too
-    verdict = {"members": len(members), "parts": [_digest(part) for part in parts]}
+    verdict = {"members": len(members), "bytes": len(packed), "digest": _digest(packed)}
     _announce(store, own, secret, verdict, lambda: set(), len(members))
     return members
 
 
 def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """Do another rank's part: wait for the verdict of rank 0."""
-    with _listed(store, own, secret) as position:
-        entry = _await_verdict(store, own, secret, deadline)
-        members = _read_members(store, own, entry)
-        if members and all(member.session != own.session for member in members):
-            raise _came_too_late(own, entry, members)
+    with contextlib.closing(Relay(store, number_below(own.rank, own.world_size))) as relay:
+        # Before this worker is in the list.
+        if relay.places:
+            store.set(_relay_key(own.rank), write_entry({"places": relay.places}, secret))
+        with _listed(store, own, secret) as position:
+            entry = _await_verdict(store, own, secret, deadline)
+            packed = _read_packed(store, own, secret, entry)
+            if packed:
+                relay.serve(packed)
+            members = packing.unpack(packed) if packed else []
+            if members and all(member.session != own.session for member in members):
+                raise _came_too_late(own, entry, members)
     verdict = entry.values
     if not members:
         store.set(position, "")
@@ -122,27 +135,46 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
     return members
 
 
+def _relay_key(rank: int) -> str:
+    return f"relay/{rank}"
+
+
 def _part_key(judge: int, number: int) -> str:
     return f"members/{judge}/{number}"
 
 
-def _digest(part: bytes) -> str:
-    return hashlib.sha256(part).hexdigest()
+def _digest(packed: bytes) -> str:
+    return hashlib.sha256(packed).hexdigest()
 
 
-def _read_members(store: Store, own: Record, verdict: Entry) -> list[Record]:
-    """The members that rank 0 has written; none if the verdict is an error, or in doubt."""
-    members: list[Record] = []
-    if not verdict.doubt:
-        for number, digest in enumerate(verdict.values.get("parts", [])):
-            part = store.get(_part_key(verdict.values["by"], number))
-            if _digest(part) != digest:
-                raise JoinFailed(
-                    f"{own} found something in the Store that rank 0 did not write: give the job a Store, that is an "
-                    f"address and port or a file, of its own."
-                )
-            members += packing.unpack(part)
-    return members
+def _read_packed(store: Store, own: Record, secret: Secret | None, verdict: Entry) -> bytes:
+    """The records that rank 0 has packed; none if the verdict is an error, or in doubt."""
+    if verdict.doubt or "bytes" not in verdict.values:
+        return b""
+    size, digest = verdict.values["bytes"], verdict.values["digest"]
+    packed = _read_relay(store, own, secret, size)
+    if _digest(packed) != digest:
+        packed = _read_parts(store, verdict.values["by"], size)
+    if _digest(packed) != digest:
+        raise JoinFailed(
+            f"{own} found something in the Store that rank 0 did not write: give the job a Store, that is an address "
+            f"and port or a file, of its own."
+        )
+    return packed
+
+
+def _read_relay(store: Store, own: Record, secret: Secret | None, size: int) -> bytes:
+    """What the worker above this one sends; none for rank 0 and the workers right below it."""
+    key = _relay_key(above(own.rank))
+    if above(own.rank) <= 0 or not store.check([key]):
+        return b""
+    relay = read_entry(store.get(key), secret)
+    places = relay.values.get("places")
+    return take(places, size) if isinstance(places, list) and not relay.doubt else b""
+
+
+def _read_parts(store: Store, judge: int, size: int) -> bytes:
+    return b"".join(store.get(_part_key(judge, number)) for number in range(-(-size // _PART_BYTES)))
 
 
 @contextlib.contextmanager
@@ -236,8 +268,10 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
         return None
     verdict = read_entry(store.get("verdict"), secret)
     # Rank 0 did not write other values, and will overwrite them.
-    addressed = "parts" if isinstance(verdict.values.get("members"), int) else "sessions"
-    return verdict if isinstance(verdict.values.get(addressed), list) else None
+    is_group = isinstance(verdict.values.get("members"), int)
+    kinds = {"by": int, "bytes": int, "digest": str} if is_group else {"sessions": list}
+    is_whole = all(isinstance(verdict.values.get(name), kind) for name, kind in kinds.items())
+    return verdict if is_whole else None
 
 
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:

@@ -1,0 +1,147 @@
+"""The relay: workers of a large group take the records of all from one another, and few of them from the Store.
+
+The ranks are a tree with `FAN_OUT` below each. Rank 0 writes the packed records into the Store, and the workers below
+it read them there. Every other worker connects to the one above it, and gets the same bytes. So the Store sends the
+records to `FAN_OUT` workers, whatever the size of the group. What holds:
+
+1. A worker believes only bytes that have the digest in the verdict. So it does not matter who has sent them.
+2. If anything goes wrong, a worker reads the records from the Store, where they remain. It does so when the worker
+   above it has ended or is silent for `_PATIENCE_S`, and takes that for no more than a slow relay.
+3. A worker waits only for the one above it, whose rank is lower. No worker waits for one below it: a thread serves
+   those, and ends when all have come, or none has come for `_FAREWELL_S`.
+4. A worker listens before it is in the list of arrivals. So if it is a member, those below it find its relay, unless
+   it has ended or is over.
+
+The relay listens on a Unix socket with a name in Linux's abstract namespace, for workers of the same host, and on a TCP
+port, where the workers meet over a network. It reads nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import selectors
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch_ucx_rpc._bootstrap.deadline import Deadline
+from torch_ucx_rpc._bootstrap.forks import close_in_children
+from torch_ucx_rpc._bootstrap.network import address_towards, host_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+FAN_OUT = 32
+# Less than rank 0 waits for workers to read the verdict: the Store is there for those that have waited in vain.
+_PATIENCE_S = 3.0
+# Workers that wait for the verdict ask at least once a second.
+_FAREWELL_S = 5.0
+# A socket takes 0 for "do not wait".
+_LEAST_WAIT_S = 0.001
+_BACKLOG = 2 * FAN_OUT
+
+
+def above(rank: int) -> int:
+    """The rank that this one, not 0, takes the records from."""
+    return (rank - 1) // FAN_OUT
+
+
+def number_below(rank: int, world_size: int) -> int:
+    """How many workers take the records from this one."""
+    return max(0, min(FAN_OUT, world_size - 1 - FAN_OUT * rank))
+
+
+class Relay:
+    """Listens for ``below`` workers, at places that they can reach if they reach ``store``."""
+
+    def __init__(self, store: Store, below: int) -> None:
+        self._below = below
+        self._listeners: list[socket.socket] = []
+        # Where `take` finds this relay: the name of a Unix socket, or the host and port of a TCP one.
+        self.places: list[str | tuple[str, int]] = []
+        # Without a relay the workers below read the Store.
+        if below:
+            with contextlib.suppress(OSError):
+                self._listen(store)
+
+    def _listen(self, store: Store) -> None:
+        name = f"torch_ucx_rpc_relay/{os.urandom(8).hex()}"
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners.append(unix)
+        close_in_children(unix)
+        unix.bind("\0" + name)
+        unix.listen(_BACKLOG)
+        self.places.append(name)
+        store_host = host_of(store)
+        host = None if store_host is None else address_towards(store_host)
+        if host is not None and not ipaddress.ip_address(host).is_loopback:
+            tcp = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
+            self._listeners.append(tcp)
+            close_in_children(tcp)
+            self.places.append((host, tcp.getsockname()[1]))
+
+    def serve(self, packed: bytes) -> None:
+        """Send the bytes to each worker that comes, on a thread of its own that ends by itself."""
+        listeners, self._listeners = self._listeners, []
+        if not listeners:
+            return
+        arguments = (listeners, self._below, packed)
+        # A daemon, so that it does not hold up the end of the program.
+        threading.Thread(target=_serve, args=arguments, name="torch_ucx_rpc-relay", daemon=True).start()
+
+    def close(self) -> None:
+        """End the connections of the workers below, unless a thread serves them."""
+        for listener in self._listeners:
+            listener.close()
+
+
+def _serve(listeners: list[socket.socket], below: int, packed: bytes) -> None:
+    with contextlib.ExitStack() as opened:
+        selector = opened.enter_context(selectors.DefaultSelector())
+        for listener in listeners:
+            selector.register(opened.enter_context(listener), selectors.EVENT_READ, listener)
+        while below > 0 and (ready := selector.select(_FAREWELL_S)):
+            for key, _ in ready:
+                try:
+                    connection, _ = key.data.accept()
+                except OSError:  # no file is left
+                    return
+                below -= 1
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(_PATIENCE_S)
+                    connection.sendall(packed)
+
+
+def take(places: list[Any], size: int) -> bytes:
+    """At most ``size`` bytes that the relay at these places sends; none if there is no relay, or it is silent.
+
+    The places are from the Store: they may be anything, and so may the bytes.
+    """
+    limit = Deadline(_PATIENCE_S)
+    for place in places:
+        with contextlib.suppress(LookupError, OSError, OverflowError, TypeError, ValueError):
+            return _take(place, size, limit)
+    return b""
+
+
+def _take(place: Any, size: int, limit: Deadline) -> bytes:
+    is_unix = isinstance(place, str)
+    address = "\0" + place if is_unix else (place[0], place[1])
+    family = socket.AF_UNIX if is_unix else _family(place[0])
+    taken = bytearray()
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(limit.remaining() or _LEAST_WAIT_S)
+        connection.connect(address)
+        while len(taken) < size:
+            connection.settimeout(limit.remaining() or _LEAST_WAIT_S)
+            chunk = connection.recv(size - len(taken))
+            if not chunk:
+                break
+            taken += chunk
+    return bytes(taken)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
