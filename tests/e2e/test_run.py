@@ -301,6 +301,18 @@ def test_one_machine_meets_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> N
         assert (meeting.rank, meeting.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
 
 
+def test_the_launcher_asks_no_resolver_for_its_own_name() -> None:
+    code = """
+import argparse
+from torch_ucx_rpc._cli.run import _rendezvous
+_rendezvous(argparse.Namespace(nnodes=1))
+from torch_ucx_rpc._native import _C
+print(_C.name_lookups_spared())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 0
+
+
 def test_when_no_restart_is_left_the_last_failure_is_reported() -> None:
     code = """
 import os, sys, time

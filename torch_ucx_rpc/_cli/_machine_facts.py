@@ -63,7 +63,7 @@ def add_machine(report: Report) -> None:
 
 
 def _add_resolver(report: Report) -> None:
-    """Ask for the name of this host's address, as torch's Store does for each client."""
+    """Ask for the name of this host's address, as a client of torch's Store does."""
     address = network.address_towards(_ELSEWHERE) or "127.0.0.1"
     client = (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
     began = time.monotonic()
@@ -74,9 +74,9 @@ def _add_resolver(report: Report) -> None:
     report.add("machine", resolver=f"no answer in {took:.1f} s" if question.is_alive() else f"{took * 1000:.0f} ms")
     if question.is_alive():
         report.complain(
-            f"the resolver has not told the name of {address} in {took:.1f} s, and torch's Store asks it for the "
-            f"name of each worker's host",
-            "mend the DNS of rank 0's host (/etc/resolv.conf), or use a file:// Store",
+            f"the resolver has not told the name of {address} in {took:.1f} s, and torchrun and TensorPipe's workers "
+            f"ask it for their own",
+            "mend the DNS of this host (/etc/resolv.conf)",
         )
 
 

@@ -203,6 +203,11 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch_ucx_rpc._bootstrap.deadline import Deadline
     from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
 
+    # Workers tell the reason if it is an error.
+    with contextlib.suppress(ImportError):
+        from torch_ucx_rpc._native import _C
+
+        _C.spare_name_lookups()
     if arguments.nnodes == 1:
         # At a free port. (torch's rendezvous "c10d" finds one too, but may pause for a second at each meeting.)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
