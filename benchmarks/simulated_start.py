@@ -1,7 +1,9 @@
 """What do rendezvous and shutdown of 10,000 workers cost? A simulation without processes.
 
     python -m benchmarks.simulated_start 256 1000 10000
-    python -m benchmarks.simulated_start 10000 --late 1 --dying 3    1 % of the workers come 5 s late, 3 inner ones die
+    python -m benchmarks.simulated_start 10000 --late 1     1 % of the workers come 5 s late
+    python -m benchmarks.simulated_start 10000 --dying 3    3 inner ones die: as soon as they have the records, and in
+                                                            the shutdown
 
 The simulated workers run the product's own code: ``gather_members`` in a greenlet each, by a clock that jumps from one
 event to the next, and the C++ barrier (simulated_barrier.cpp). Simulated is what lies between them: one Store, which
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch._C._distributed_c10d import HashStore
 
 from torch_ucx_rpc import _agent, _native
@@ -158,10 +160,12 @@ class SimulatedRelay:
 
     all: ClassVar[list[SimulatedRelay]] = []
 
-    def __init__(self, clock: Clock, below: int) -> None:
+    def __init__(self, clock: Clock, below: int, dies: bool) -> None:
         self._clock = clock
+        self._dies = dies
         self._waiting: list[greenlet] = []
-        self._packed = b""
+        # Nothing yet; no bytes after its death.
+        self._packed: bytes | None = None
         self._sent = 0.0
         self.sent_bytes = 0
         self.places = [len(self.all)] if below else []
@@ -169,9 +173,11 @@ class SimulatedRelay:
             self.all.append(self)
 
     def serve(self, packed: bytes) -> None:
-        self._packed = packed
+        self._packed = b"" if self._dies else packed
         for worker in self._waiting:
             self._clock.wake(self._send(), worker)
+        if self._dies:
+            raise GreenletExit
 
     def close(self) -> None:
         pass
@@ -179,16 +185,16 @@ class SimulatedRelay:
     def give(self) -> bytes:
         """Let the worker that calls this wait for the records."""
         began = self._clock.now
-        if self._packed:
+        if self._packed is not None:
             self._clock.sleep_until(self._send())
         else:
             self._waiting.append(getcurrent())
             self._clock.wait()
         assert self._clock.now - began < relay._PATIENCE_S, "the worker would have read the Store"
-        return self._packed
+        return self._packed or b""
 
     def _send(self) -> float:
-        size = FRAME_BYTES + len(self._packed)
+        size = FRAME_BYTES + len(self._packed or b"")
         self.sent_bytes += size
         self._sent = max(self._sent, self._clock.now + DELAY_S) + size / BYTES_PER_S
         return self._sent + DELAY_S
@@ -227,14 +233,14 @@ def record_of(rank: int, workers: int) -> Record:
 
 
 @contextlib.contextmanager
-def simulated_time(clock: Clock) -> Iterator[None]:
-    """Let ``members`` wait by this clock, and unpack the records once for all workers."""
+def simulated_time(clock: Clock, dying: int) -> Iterator[None]:
+    """Let ``members`` wait by this clock, unpack the records once for all workers, and the first relays die."""
     simulated: Any = types.SimpleNamespace(sleep=clock.sleep, monotonic=lambda: clock.now)
     changes: list[tuple[Any, str, Any]] = [
         (members, "time", simulated),
         (deadline, "time", simulated),
         (members, "PrefixStore", lambda _prefix, store: store),
-        (members, "Relay", lambda _store, below: SimulatedRelay(clock, below)),
+        (members, "Relay", lambda _store, below: SimulatedRelay(clock, below, len(SimulatedRelay.all) < dying)),
         (members, "take", lambda places, _size: SimulatedRelay.all[places[0]].give()),
         (packing, "unpack", functools.lru_cache(None)(packing.unpack)),
     ]
@@ -248,11 +254,12 @@ def simulated_time(clock: Clock) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def rendezvous(workers: int, late: float, work_s: float, each_s: float = 0) -> dict[str, float]:
+def rendezvous(workers: int, late: float, dying: int, work_s: float, each_s: float = 0) -> dict[str, float]:
     """Figures of a rendezvous.
 
     Args:
-        late: per cent of the workers.
+        late: per cent of the workers that come late.
+        dying: workers that die when they have the records and others wait for them.
         work_s: seconds that each worker needs to take in the records.
         each_s: if all share a machine, the seconds of it that ``init_rpc`` of each worker takes.
     """
@@ -268,7 +275,7 @@ def rendezvous(workers: int, late: float, work_s: float, each_s: float = 0) -> d
         ended.append(clock.now + work_s)
 
     gc.disable()  # rank 0 does not look through the memory of all others
-    with simulated_time(clock):
+    with simulated_time(clock, dying):
         for rank in range(workers):
             is_late = rank != 0 and chance.random() < late / 100
             at = LATE_S if is_late else 0.01 * chance.random()
@@ -328,7 +335,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workers", type=int, nargs="+")
     parser.add_argument("--late", type=float, default=0, metavar="PERCENT", help=f"share that comes {LATE_S:g} s late")
-    parser.add_argument("--dying", type=int, default=0, help="inner workers that die in the shutdown")
+    parser.add_argument("--dying", type=int, default=0, help="inner workers that die")
     arguments = parser.parse_args()
     if _native._C is None:
         sys.exit("the extension is not built")
@@ -340,7 +347,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for workers in arguments.workers:
             work_s, worker_bytes = work_with_records(workers)
-            found = rendezvous(workers, arguments.late, work_s)
+            found = rendezvous(workers, arguments.late, arguments.dying, work_s)
             ending = barrier(folder, workers, arguments.late, arguments.dying)
             sent = found["sent"]
             print(
