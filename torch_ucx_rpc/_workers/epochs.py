@@ -14,10 +14,13 @@ from torch_ucx_rpc._workers.messages import (
     Behind,
     Chosen,
     Epoch,
+    Found,
+    Free,
     Join,
     Leave,
     Member,
     Message,
+    Over,
     Prepare,
     Promise,
     Propose,
@@ -34,6 +37,8 @@ VOTE = 0.3
 PATIENCE = 0.5
 # In a longer gap between ticks this process did not run. It could not hear anything then, so it blames no other.
 _GAP = 0.25
+# A group that is founded anew begins with a multiple of this. The dead may have used some numbers before it.
+_STRIDE = 1 << 20
 
 _NEVER = float("-inf")
 
@@ -57,9 +62,9 @@ class Epochs:
     """The knowledge and rights of one member. Not thread-safe.
 
     Attributes:
-        epoch (Epoch): the latest one that has this member, or has left it out; number 0 before this member has joined.
-            Number 1 has all workers of a job that no other can join.
-        is_out (bool): ``epoch`` does not have this member any more. It may join as a newcomer, with another `Member`.
+        me (Member): changes when this member gives up its membership.
+        epoch (Epoch): the latest one that has this member, or has left it out; number 0 outside the group.
+        is_out (bool): ``epoch`` does not have this member any more. It may `rejoin` as a newcomer.
         dead (set): members that have certainly ended.
     """
 
@@ -74,6 +79,8 @@ class Epochs:
         self._outgoing: list[tuple[Member, Message]] = []
         # No epoch without this member begins before this time, unless the member has accepted it.
         self._lease = now
+        # This member decides: it has not promised anything to a candidate.
+        self._leads = False
         # The member that this one follows, the time of its last sign, and its own time in its last answer.
         self._leader = me
         self._heard = now
@@ -89,25 +96,64 @@ class Epochs:
         self._support: dict[Member, float] = {}
         self._joining: set[Member] = set()
         self._leaving: set[Member] = set()
-        # On a newcomer: the workers that it asks to be let in.
-        self._contacts: tuple[Member, ...] = ()
+        # Outside the group: all other living workers, and the names of those that are outside, too; the number with
+        # which this one would found the group, and since when; the worker for whose founding this one waits.
+        self._others: tuple[Member, ...] = ()
+        self._free: set[str] = set()
+        self._founds = 0
+        self._founding_since = now
+        self._bound: Member | None = None
+        self._highest = 0
         if epoch is not None:
             self._install(epoch, now)
 
     # ---------------------------------------------------------------------------------------- what the caller wants
 
-    def found(self, now: float, number: int = 2) -> None:
-        """Begin a group of this member alone. The caller ensures that there is no other group."""
-        self._install(Epoch(number, (self.me,), self.me), now)
+    def seek(self, others: tuple[Member, ...], now: float) -> None:
+        """Join the group, or found it if all other living workers are outside. Call this before each tick.
 
-    def join(self, contacts: tuple[Member, ...], now: float) -> None:
-        """Ask these workers, one of which is a member, to be let in."""
-        self._contacts = contacts
-        self._next_beat = now
+        ``others`` may include workers that have ended, but lacks none that may be a member. Names count.
+        """
+        self._others = others
+        if self._bound is not None and all(one.name != self._bound.name for one in others):
+            self._bound, self._next_beat = None, now
+        if self.epoch.number or self.is_out or self._bound is not None:
+            return
+        is_late = now - self._founding_since > PATIENCE * self.limit
+        if self._founds and (self._founds < self._highest or (self.not_free() and is_late)):
+            self._renew(now)
+        elif not self.not_free():
+            number = (self._highest // _STRIDE + 1) * _STRIDE if self._highest else 2
+            if others and not self._founds:
+                # Under a new membership, so no member can let it in without its knowledge.
+                self._renew(now)
+                self._founds, self._founding_since = number, now
+                return
+            self._install(Epoch(self._founds or number, (self.me,), self.me), now)
+            for one in others:
+                self._send(one, Over(self.me))
+
+    def not_free(self) -> list[str]:
+        """Return the workers for whose answer this one waits outside the group."""
+        return [one.name for one in self._others if one.name not in self._free]
+
+    def rejoin(self, now: float) -> None:
+        """Give up this membership, and become a newcomer."""
+        self._step_out(Epoch(0, (), self.me))
+        self.is_out, self._lease = False, now
+        self._leaving, self._joining = set(), set()
+        self._promised, self._accepted = (0, 0), None
+        self._renew(now)
+
+    def _renew(self, now: float) -> None:
+        self.me = self.me._replace(joined=self.me.joined + 1)
+        self._free, self._founds, self._next_beat = set(), 0, now
 
     def leave(self, now: float) -> None:
         """Ask to be left out of later epochs."""
-        if self.epoch.number and not self.is_out:
+        if not self.epoch.number:
+            self.is_out = True
+        elif not self.is_out:
             self._leaving.add(self.me)
             self._next_beat = now
 
@@ -115,33 +161,37 @@ class Epochs:
         """Ask that a member be left out that this one cannot work with."""
         if self.is_out or member not in self.epoch.members or member == self.me:
             return
-        if self.epoch.decider == self.me:
+        if self._leads:
             self._leaving.add(member)
             self._consider(now)
-        else:
+        elif self.epoch.decider != self.me:
             self._send(self.epoch.decider, Suspect(self.epoch.number, member))
 
     def die(self, member: Member, now: float) -> None:
         """Note that a member has certainly ended."""
         if member in self.dead or member == self.me:
             return
-        # A lease says that nothing was decided without this member as long as the other lived.
-        if self.is_leased(now):
-            self._counted[member] = now
         self.dead.add(member)
+        self._count(now)
         self._consider(now)
+
+    def _count(self, now: float) -> None:
+        # A lease says that nothing was decided without this member as long as the others lived.
+        if self.is_leased(now):
+            for one in self.dead:
+                self._counted.setdefault(one, now)
 
     def is_current(self, now: float) -> bool:
         """Tell whether `epoch` is in force now, so that no other one of this group is, on any worker."""
         if not self.epoch.number or self.is_out:
             return False
-        if self._accepted is not None and self.epoch.decider != self.me:
+        if self._accepted is not None and not self._leads:
             return False
         return self.is_leased(now)
 
     def is_leased(self, now: float, ahead: float = 0.0) -> bool:
         """Tell whether no epoch without this member has begun. A decider asks for more support if little is left."""
-        if now + ahead >= self._lease and self.epoch.number and self.epoch.decider == self.me and not self.is_out:
+        if now + ahead >= self._lease and self._leads:
             self._lease = max(self._lease, self._supported_until(now))
         return now < self._lease
 
@@ -149,7 +199,7 @@ class Epochs:
         """Return members that this one listens to, and that have been silent this long."""
         if not self.epoch.number or self.is_out:
             return []
-        if self.epoch.decider == self.me:
+        if self._leads:
             return [one for one, at in self._granted.items() if now - at > seconds and one != self.me]
         return [self._leader] if now - self._heard > seconds else []
 
@@ -167,8 +217,7 @@ class Epochs:
         if now >= self._next_beat:
             self._next_beat = now + BEAT * self.limit
             if not epoch.number:
-                for contact in self._contacts:
-                    self._send(contact, Join(0))
+                self._call_others()
             elif self._leader != self.me:
                 self._send(self._leader, Beat(epoch.number, now, self._echo))
                 if self.me in self._leaving:
@@ -184,14 +233,16 @@ class Epochs:
 
     def receive(self, sender: Member, message: Message, now: float) -> None:
         """Handle a message."""
-        if self.is_out or sender in self.dead:
+        if sender in self.dead:
+            return
+        if isinstance(message, (Join, Found, Free, Over)):
+            self._hear_outside(sender, message, now)
+            return
+        if self.is_out:
             return
         self._wake(now)
         if isinstance(message, Chosen):
             self._hear_of(message.epoch, now)
-            return
-        if isinstance(message, Join):
-            self._on_join(sender, now)
             return
         if isinstance(message, Prepare):
             self._hear_of(message.epoch, now)
@@ -199,7 +250,8 @@ class Epochs:
         elif isinstance(message, Propose):
             if not self.epoch.number and self.me not in message.after.members:
                 # This is a newcomer's consent, and does not count as a vote.
-                self._send(sender, Accept(message.after.number, message.ballot, message.at))
+                if self.me in message.epoch.members:
+                    self._send(sender, Accept(message.after.number, message.ballot, message.at))
                 return
             self._hear_of(message.after, now)
             number = message.after.number
@@ -223,22 +275,22 @@ class Epochs:
 
     def _hear_of(self, epoch: Epoch, now: float) -> None:
         known = self.epoch
+        self._highest = max(self._highest, epoch.number)
         if epoch.number <= known.number:
             return
         if self.me in epoch.members:
             self._install(epoch, now)
-        elif not known.number:
-            # Answer a newcomer that is not admitted yet.
-            self._contacts = (epoch.decider, *(one for one in self._contacts if one != epoch.decider))
-        else:
-            self.epoch = epoch
-            self.is_out = True
-            self._attempt = None
+        elif known.number:
+            self._step_out(epoch)
+
+    def _step_out(self, epoch: Epoch) -> None:
+        self.epoch, self.is_out, self._leads, self._attempt = epoch, True, False, None
 
     def _install(self, epoch: Epoch, now: float) -> None:
-        leads, was_leading = epoch.decider == self.me, self.epoch.number and self.epoch.decider == self.me
+        leads, was_leading = epoch.decider == self.me, self._leads
         attempt, old = self._attempt, self._granted
-        self.epoch = epoch
+        self.epoch, self._leads = epoch, leads
+        self._highest = max(self._highest, epoch.number)
         self._attempt = None
         self._promised, self._accepted = (0, 0), None
         self._leader, self._heard, self._lost_at = epoch.decider, now, None
@@ -267,9 +319,8 @@ class Epochs:
     def _is_quorum(self, votes: set[Member], now: float) -> bool:
         """Tell whether these are more than half of the members that are not dead, or on a tie the decider's side."""
         members = self.epoch.members
-        # All that could know of a later epoch have voted for this one. A first epoch has everybody, so no newcomer can.
-        dead = self.dead if self.epoch.number == 1 else self._counted
-        if all(one in votes or one in dead for one in members):
+        # All that could know of a later epoch have voted for this one.
+        if all(one in votes or one in self._counted for one in members):
             return True
         # The dead may have voted for another epoch, or followed another decider, until all such votes have run out.
         settled = now - self.limit
@@ -283,8 +334,14 @@ class Epochs:
         """Begin or continue an attempt, if there is a reason."""
         if not self.epoch.number or self.is_out:
             return
+        if self.dead and not self.is_leased(now):
+            living = {*self.epoch.members} - self.dead
+            if not self._is_quorum(living, now + 2 * self.limit):
+                # This epoch can have no successor.
+                self.rejoin(now)
+                return
         if self._attempt is None:
-            if self.epoch.decider == self.me:
+            if self._leads:
                 self._decide(now)
             elif self._is_lost(self._leader, now):
                 self._stand(now)
@@ -379,7 +436,7 @@ class Epochs:
             self._ask(now)
         votes = {one for one, at in attempt.votes.items() if now - at < VOTE * self.limit}
         votes.add(self.me)
-        leads = self.epoch.decider == self.me
+        leads = self._leads
         # Drop members that have not promised a candidate their vote in time.
         for one in {*members, *attempt.value.members} if leads else attempt.value.members:
             if one in votes or one in self.dead:
@@ -396,7 +453,7 @@ class Epochs:
         if self.me in epoch.members:
             self._install(epoch, now)
         else:
-            self.epoch, self.is_out, self._attempt = epoch, True, None
+            self._step_out(epoch)
         for one in told:
             if one != self.me and one not in self.dead:
                 self._send(one, Chosen(epoch))
@@ -406,25 +463,50 @@ class Epochs:
     def _send(self, to: Member, message: Message) -> None:
         self._outgoing.append((to, message))
 
-    def _on_join(self, sender: Member, now: float) -> None:
-        epoch = self.epoch
-        if not epoch.number:
+    def _call_others(self) -> None:
+        if self._bound is not None:
+            self._send(self._bound, Free(self._bound, self._highest))
             return
-        if epoch.decider == self.me and sender not in epoch.members:
-            for one in epoch.members:
+        for one in self._others:
+            self._send(one, Found(self._founds) if self._founds else Join())
+
+    def _hear_outside(self, sender: Member, message: Join | Found | Free | Over, now: float) -> None:
+        """Handle a message of a worker that is not in the group."""
+        if self.epoch.number and not self.is_out:
+            for one in self.epoch.members:
                 if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
                     # The worker has given up that membership.
                     self.die(one, now)
-            self._joining.add(sender)
-            self._consider(now)
-        else:
-            self._send(sender, Chosen(epoch))
+        is_member = self.epoch.number and not self.is_out
+        if isinstance(message, Free):
+            self._highest = max(self._highest, message.number)
+            if message.asker != self.me or self.epoch.number or self.is_out:
+                self._send(sender, Over(message.asker))
+            else:
+                self._free.add(sender.name)
+        elif isinstance(message, Over):
+            if self._bound == message.asker:
+                self._bound, self._next_beat = None, now
+        elif is_member:
+            if isinstance(message, Join) and self._leads and sender not in self.epoch.members:
+                self._joining = {one for one in self._joining if one.name != sender.name} | {sender}
+                self._consider(now)
+        elif isinstance(message, Join):
+            self._send(sender, Free(sender, self._highest))
+        elif not (self._founds and self.me < sender) and self._bound in (None, sender):
+            if self._bound is None:
+                # An epoch may have begun that has this worker as it was.
+                self._renew(now)
+                self._bound = sender
+            self._highest = max(self._highest, message.number)
+            self._send(sender, Free(sender, self._highest))
 
     def _on_beat(self, sender: Member, beat: Beat, now: float) -> None:
-        if self.epoch.decider != self.me or sender not in self.epoch.members:
+        if not self._leads or sender not in self.epoch.members:
             return
         self._support[sender] = max(beat.heard, self._support.get(sender, beat.heard))
         if self.is_leased(now, ahead=2 * BEAT * self.limit):
+            self._count(now)
             self._granted[sender] = now
             self._send(sender, Answer(beat.number, beat.at, now, min(LEASE * self.limit, self._lease - now)))
         else:
@@ -443,6 +525,7 @@ class Epochs:
             self._heard = now
             self._echo = max(self._echo, answer.at)
         self._lease = max(self._lease, answer.beat + answer.lease)
+        self._count(now)
 
     def _on_prepare(self, sender: Member, prepare: Prepare, now: float) -> None:
         for one in prepare.dead:
@@ -450,12 +533,18 @@ class Epochs:
         if prepare.ballot < self._promised:
             self._send(sender, Refuse(prepare.epoch.number, self._promised))
             return
-        if self.epoch.decider == self.me or not (sender == self._leader or self._is_lost(self._leader, now)):
+        if self._decides(sender, now) or not (sender == self._leader or self._is_lost(self._leader, now)):
             return
         self._promised = prepare.ballot
         self._attempt = None
         self._lost_at = now
         self._send(sender, Promise(prepare.epoch.number, prepare.ballot, self._accepted))
+
+    def _decides(self, candidate: Member, now: float) -> bool:
+        """Tell whether a quorum follows this decider. If not, it follows the candidate itself."""
+        if self._leads and not self.is_leased(now):
+            self._leads, self._leader, self._heard = False, candidate, now
+        return self._leads
 
     def _on_promise(self, sender: Member, promise: Promise, now: float) -> None:
         attempt = self._attempt
@@ -473,7 +562,7 @@ class Epochs:
         if propose.ballot < self._promised:
             self._send(sender, Refuse(propose.after.number, self._promised))
             return
-        if self.epoch.decider == self.me:
+        if self._decides(sender, now):
             return
         self._promised = propose.ballot
         self._accepted = (propose.ballot, propose.epoch)
@@ -490,12 +579,12 @@ class Epochs:
             self._carry_on(now)
 
     def _on_leave(self, sender: Member, leave: Leave, now: float) -> None:
-        if self.epoch.decider == self.me:
+        if self._leads:
             self._leaving.add(sender)
             self._consider(now)
 
     def _on_suspect(self, sender: Member, suspect: Suspect, now: float) -> None:
-        if self.epoch.decider == self.me:
+        if self._leads:
             # A member that cannot reach the decider has to go.
             self._leaving.add(sender if suspect.member == self.me else suspect.member)
             self._consider(now)

@@ -76,9 +76,6 @@ class Group:
         self._callbacks: dict[object, Callable[[Epoch], None]] = {}
         self._unanswered: dict[str, int] = {}
         self._is_leaving = False
-        # While this worker may found the group: the workers that do not know one, and those that have not answered yet.
-        self._know_none: set[str] | None = None
-        self._asked: set[str] = set()
         now = time.monotonic()
         me = Member(life.info.id, life.info.name, known.number_of(life.info.name))
         if life.is_static:
@@ -86,7 +83,6 @@ class Group:
             self._epochs = Epochs(me, limit, now, Epoch(1, members, members[0]))
         else:
             self._epochs = Epochs(me, limit, now)
-            self._know_none = set()
 
     # ------------------------------------------------------------------------------------------------------ public
 
@@ -199,35 +195,33 @@ class Group:
     def rejoin(self) -> None:
         """Join again as a newcomer, after this worker was left out, has left, or was cut off. `wait` works again."""
         with self._lock:
-            last = self._epochs.epoch
-            me = self._epochs.me._replace(joined=self._epochs.me.joined + 1)
-            now, dead = time.monotonic(), self._epochs.dead
-            self._epochs = Epochs(me, self.limit, now)
-            self._epochs.dead |= dead
             self._is_leaving = False
-            others = tuple(one for one in last.members if one.name != me.name)
-            self._epochs.join(others, now)
-            self._know_none = None if others else set()
-            self._flush()
+            now = time.monotonic()
+            self._epochs.rejoin(now)
+            self._changed.notify_all()
+            self._tick(now)
 
     # ---------------------------------------------------------------------------------------------- from the driver
 
     def tick(self) -> None:
         with self._lock:
             now = time.monotonic()
-            if not self._epochs.epoch.number:
-                self._found_or_join(now)
-            self._epochs.tick(now)
-            self._flush()
+            self._tick(now)
             for one in self._epochs.quiet(now, self.limit / 2):
                 self._known.ask_after(one)
+
+    def _tick(self, now: float) -> None:
+        if not self._epochs.epoch.number:
+            self._epochs.seek(self._known.others(), now)
+        self._epochs.tick(now)
+        self._flush()
 
     def receive(self, sender: Member, messages: Sequence[Message]) -> None:
         with self._lock:
             now = time.monotonic()
             for message in messages:
                 self._epochs.receive(sender, message, now)
-            self._flush()
+            self._tick(now)
 
     def end(self, name: str, life: int) -> None:
         """Note that a worker has certainly ended."""
@@ -245,58 +239,6 @@ class Group:
             for info in self._known.workers():
                 if info.name != me:
                     self._call(info, [])
-
-    def answer(self, asker: int) -> Epoch | str:
-        """Answer a worker of rank ``asker`` that would found this group: with the epoch, "none", or "founding"."""
-        with self._lock:
-            epoch = self._epochs.epoch
-            if epoch.number:
-                return epoch
-            if self._know_none is not None:
-                if self.me.rank < asker:
-                    return "founding"
-                # That worker goes first. Ask the others again afterwards.
-                self._know_none = set()
-            return "none"
-
-    def _found_or_join(self, now: float) -> None:
-        """Found the group if no other worker knows one, and none of a lower rank is about to."""
-        if self._know_none is None:
-            return
-        others = [one for one in self._life.living() if one.name != self.me.name]
-        if all(one.name in self._know_none for one in others):
-            self._know_none = None
-            self._epochs.found(now)
-            return
-        asked = self._know_none
-        for info in others:
-            if info.name not in asked and info.name not in self._asked:
-                self._ask(info, asked)
-
-    def _ask(self, info: WorkerInfo, asked: set[str]) -> None:
-        try:
-            call = rpc.rpc_async(info, _answer, args=(self.name, self.limit, self.me.rank), timeout=self.limit)
-        except RuntimeError:
-            return
-        self._asked.add(info.name)
-
-        def take(done: Future[Epoch | str]) -> None:
-            with self._lock:
-                self._asked.discard(info.name)
-                try:
-                    answer = done.value()
-                except RuntimeError as error:
-                    _logger.debug("%s does not say whether it knows group %r: %s", info.name, self.name, error)
-                    return
-                if self._know_none is not asked or self._epochs.epoch.number:
-                    return
-                if isinstance(answer, Epoch):
-                    self._know_none = None
-                    self._epochs.join((answer.decider, *answer.members), time.monotonic())
-                elif answer == "none":
-                    asked.add(info.name)
-
-        call.add_done_callback(take)
 
     def _flush(self) -> None:
         by_member: dict[Member, list[Message]] = {}
@@ -354,7 +296,11 @@ class Group:
         """Say why `is_current` is False, as a sentence for an error."""
         epoch, me = self._epochs.epoch, self._life.info.name
         if not epoch.number:
-            return f"worker {me!r} has not joined group {self.name!r} yet"
+            silent = ", ".join(sorted(repr(name) for name in self._epochs.not_free()))
+            return (
+                f"worker {me!r} has not joined group {self.name!r} yet. It waits until a member lets it in, or "
+                f"all others have said that they are no members: {silent or 'no worker'} has not said so"
+            )
         if self._epochs.is_out:
             return (
                 f"worker {me!r} is no member of group {self.name!r} any more, which is in epoch {epoch.number}: it has "
@@ -380,6 +326,8 @@ class _Groups:
         self._addresses: dict[tuple[str, int], Address] = {}
         self._asking: dict[tuple[str, int], Callable[[], None]] = {}
         self._numbers: dict[str, int] = {}
+        # Workers that have been lost, and may still be members of a group.
+        self._doubtful: set[tuple[str, int]] = set()
         self._calls: queue.SimpleQueue[tuple[Group, object, Epoch] | None] = queue.SimpleQueue()
         self._is_over = threading.Event()
         life.watch(self._on_gone)
@@ -406,6 +354,18 @@ class _Groups:
         """Return all workers of the job, in a group of fixed size even ended ones."""
         infos: list[WorkerInfo] = self.life.agent.get_worker_infos()
         return infos
+
+    def others(self) -> tuple[Member, ...]:
+        """Return all other workers that may be members of a group; some of them may have ended."""
+        self._doubtful -= self.ended
+        lost = [Member(0, name, life) for name, life in list(self._doubtful)]
+        for one in lost:
+            self.ask_after(one)
+        there = [Member(one.id, one.name, self.number_of(one.name)) for one in self.workers()]
+        if self.life.is_static:
+            # The list keeps the dead.
+            there = [one for one in there if (one.name, one.life) not in self.ended]
+        return tuple(one for one in (*there, *lost) if one.name != self.life.info.name)
 
     def number_of(self, worker: str) -> int:
         """Return the number of a worker's life, the same on all workers."""
@@ -445,6 +405,8 @@ class _Groups:
         if not gone.failed or gone.has_ended:
             self.end(gone.name, life)
         else:
+            if (gone.name, life) in self._addresses:
+                self._doubtful.add((gone.name, life))
             self.ask_after(Member(gone.rank, gone.name, life))
 
     def _leave(self) -> None:
@@ -502,7 +464,3 @@ def _receive(name: str, limit: float, sender: tuple[Member, Address], messages: 
     one = known.get(name, limit)
     if messages:
         one.receive(sender[0], messages)
-
-
-def _answer(name: str, limit: float, asker: int) -> Epoch | str:
-    return _groups().get(name, limit).answer(asker)

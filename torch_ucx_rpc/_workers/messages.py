@@ -100,9 +100,26 @@ class Behind(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The sender wants to be a member."""
+    """The sender is no member, and agrees to be one."""
+
+
+class Found(NamedTuple):
+    """The sender would found the group with this number, and asks all others to join no other one until then."""
 
     number: int
+
+
+class Free(NamedTuple):
+    """The sender is no member either, as ``asker`` wanted to know. ``number`` is the largest that it has heard of."""
+
+    asker: Member
+    number: int
+
+
+class Over(NamedTuple):
+    """``asker`` has founded the group, or no longer wants to."""
+
+    asker: Member
 
 
 class Leave(NamedTuple):
@@ -118,4 +135,20 @@ class Suspect(NamedTuple):
     member: Member
 
 
-Message = Beat | Answer | Prepare | Promise | Refuse | Propose | Accept | Chosen | Behind | Join | Leave | Suspect
+Message = (
+    Beat
+    | Answer
+    | Prepare
+    | Promise
+    | Refuse
+    | Propose
+    | Accept
+    | Chosen
+    | Behind
+    | Join
+    | Found
+    | Free
+    | Over
+    | Leave
+    | Suspect
+)

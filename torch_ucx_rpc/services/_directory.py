@@ -304,6 +304,9 @@ class Directory:
             epoch, before, me = self._group.epoch, self._epoch, self._group.me
             if epoch is None or (before is not None and epoch.number <= before.number):
                 return
+            if before is not None and me not in before.members:
+                # A newcomer claims its names again, also after the group was founded anew.
+                self._is_settled = not self.own.offers
             self._epoch, self._lives = epoch, {one.name: one.life for one in epoch.members}
             self._take()
             if epoch.decider != me:
@@ -317,7 +320,6 @@ class Directory:
                     self._end(owner.worker, owner.life)
             self._send_all()
             if self._group.is_left_out:
-                self._is_settled = not self.own.offers
                 self._group.rejoin()
             elif not self._is_settled and me in epoch.members:
                 self._settle()
