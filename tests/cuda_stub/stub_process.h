@@ -56,7 +56,7 @@ inline void require(bool holds, const std::string& what) {
 }
 
 // UCX's CUDA transports are linked against both libraries of the driver; this program is linked against libcuda.so.1.
-// They need no more to start with.
+// They do not need more at first.
 inline void haveTheDriver() {
   require(dlopen(CUDA_STUB_NVML, RTLD_NOW | RTLD_GLOBAL) != nullptr, "no libnvidia-ml.so.1");
 }

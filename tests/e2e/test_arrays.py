@@ -21,7 +21,7 @@ from tests.support.workers import agent, backend_options, eventually, in_worker0
 from tests.support.workers import run_workers as run_job
 from torch_ucx_rpc._torch.arrays import _on_its_memory, _stream_of
 
-# Larger than pickled arrays, and than tensors that travel inside the message.
+# A size beyond pickled arrays, and beyond tensors that travel inside the message.
 LARGE = 1 << 17
 
 

@@ -107,8 +107,8 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
     lateness = [failed - due for due, failed in ends]
     # Measured from the first wake-up of a sleeping thread of this process: earlier delay is the machine's.
     beyond = [failed - stalls.wake_ups[bisect.bisect(stalls.wake_ups, due)] for due, failed in ends]
-    # In whole milliseconds. benchmarks/deadlines.py measures punctuality; here the machine may be busy. Half of the
-    # calls end no later than with a timer that looks every tenth of a second.
+    # Times are in whole milliseconds. benchmarks/deadlines.py measures punctuality; here the machine may be busy. Half
+    # of the calls end no later than with a timer that looks every tenth of a second.
     assert min(lateness) > -0.001
     assert statistics.median(beyond) < 0.04
     assert max(lateness) < 5

@@ -382,7 +382,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
         assert failure.cause.startswith("lost worker 'worker1'")
     eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 1, "no other call is open")
     kept.clear()
-    # The failure too, whose traceback holds the references.
+    # Delete the failure too: its traceback holds the references.
     del comes, vain, vain_fetch, called, fetched, asked_late, wait, failure
     gc.collect()
     for what in ("num_owner_rrefs", "num_forks"):

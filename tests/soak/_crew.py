@@ -118,7 +118,7 @@ class Crew:
         self._due = 0.0
         self.current: dict[int, Member] = {}
         self.past: list[Member] = []
-        # Times at which this machine let no process run.
+        # Times at which this machine did not run any process.
         self.stalls: list[dict[str, Any]] = []
         # Killed workers, by descriptors of their processes, with the callbacks that get the time of the end.
         self._dying: dict[int, Callable[[float], None]] = {}

@@ -289,7 +289,7 @@ def _services(before: View | None, now: View) -> tuple[Layout, Rows]:
 
 
 def _earlier(before: View | None, now: View, rank: int) -> tuple[Statistics | None, float]:
-    """The same worker in the view before, and the seconds since; None and 1 to count from the beginning."""
+    """Return the same worker in the previous view, and the seconds since; None and 1 to count from the beginning."""
     if before is None:
         return None, 1.0
     worker, earlier = now.workers[rank], before.workers.get(rank)

@@ -79,7 +79,7 @@ def _shortened(text: str) -> str:
 
 
 def original(text: str) -> Exception | None:
-    """A new exception of the type that became a C++ exception with this text; None if no callee raised it."""
+    """Make a new exception of the type that a C++ exception with this text came from; None if no callee raised it."""
     if never := re.match(_NO_VALUE, text):
         return errors.RRefLost(text, cause=never["cause"])
     if text.startswith(_NO_OBJECT):

@@ -19,7 +19,7 @@ __all__ = ["Call", "Circumstances", "circumstances", "divided", "packets"]
 
 
 class Circumstances(NamedTuple):
-    """Settings that a call depends on beside its arguments. A repetition uses those of the first time."""
+    """Settings that a call depends on beside its arguments. A repetition uses the settings of the first time."""
 
     autocast: Autocast
     trained: tuple[bool, ...]

@@ -446,7 +446,7 @@ TEST_P(EntryPointsTest, MemoryAllocatedForALostPeerIsReleased) {
 
 // ------------------------------------------------------------------------------------------------- what torch has
 
-// As torch.cuda.memory.change_current_allocator leaves it: the allocator of tensors is not the registered one.
+// torch.cuda.memory.change_current_allocator does this: the allocator of tensors is not the registered one.
 TEST_F(DeviceTest, ReplacedAllocatorOfTorchIsAsked) {
   c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
   EXPECT_EQ(allocatorOf(kFake), &device_);

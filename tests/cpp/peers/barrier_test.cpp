@@ -187,7 +187,7 @@ class Job {
       }
     }
   }
-  // A worker notices the end of its contacts alone.
+  // A worker notices only the ends of its contacts.
   void contact(Rank one, Rank other) {
     met_[one].insert(other);
     met_[other].insert(one);

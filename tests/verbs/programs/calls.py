@@ -1,6 +1,6 @@
 """All kinds of traffic between two machines: calls, large tensors, RRefs, gradients, floods.
 
-The variables LARGE_MIB and FLOOD_MIB say how large.
+The variables LARGE_MIB and FLOOD_MIB give the sizes.
 """
 
 from __future__ import annotations
