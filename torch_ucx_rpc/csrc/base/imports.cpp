@@ -51,7 +51,7 @@ bool overwrite(void** slot, void* value, bool isReadOnly) {
   return true;
 }
 
-// What the loader knows of a library.
+// The loader's data of a library.
 struct Library {
   uintptr_t base = 0;
   uintptr_t readOnlyFrom = 0; // since the loader was done

@@ -48,7 +48,7 @@ class Warnings {
   }
 
   void setReceiver(WarningReceiver receiver) {
-    flush(); // earlier warnings go to the former receiver
+    flush(); // earlier warnings go to the previous receiver
     const std::lock_guard lock(mutex_);
     receiver_ = std::move(receiver);
   }

@@ -126,7 +126,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
   return values;
 }
 
-// Makes any kind of agent. `own` are the arguments of this kind only, after those of every kind.
+// Makes any kind of agent. `own` are the arguments of this kind of agent, which follow the common ones.
 template <typename Agent, typename... Own>
 std::shared_ptr<Agent> makeAgent(
     std::string name,

@@ -48,7 +48,7 @@ PYBIND11_MODULE(_C, module) {
     return result;
   });
 
-  // Throws if there is no libcrypto. Python calls this before any other worker hears of this one.
+  // Throws without libcrypto. Python calls this before any other worker hears of this one.
   module.def("spare_name_lookups", &spareNameLookups);
   module.def("name_lookups_spared", &nameLookupsSpared);
   module.def("load_libcrypto", [] { Hmac("any"); });

@@ -28,7 +28,7 @@ void setPythonsReceiver(const py::object& receive) {
       }
     };
   }
-  const py::gil_scoped_release noGil; // it waits for the thread that calls the former receiver, which takes the GIL
+  const py::gil_scoped_release noGil; // it waits for a call of the previous receiver, which takes the GIL
   setWarningReceiver(std::move(receiver));
 }
 

@@ -115,7 +115,7 @@ void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
       handlers_.answers->onRequestNotSent(*message.to, message.header.callId, message.error);
       return;
     case wire::Kind::kResponse:
-      if (!message.hasLeftInPart) { // else addCutAnswer() has told it
+      if (!message.hasLeftInPart) { // otherwise addCutAnswer() has reported it
         handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error, false);
       }
       return;

@@ -126,7 +126,7 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
   if (!checkHeader(headerBytes, header)) {
     return;
   }
-  // The sender of a join is no member, so findSender() would not know it.
+  // The sender of a join is not a member yet, so findSender() would not find it.
   if (header.kind == wire::Kind::kJoin && acceptsJoins_) {
     onJoin(header, bytes);
     return;
@@ -207,7 +207,7 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
     }
     return;
   }
-  // With a secret, only a number proves that a frame is no replay.
+  // With a secret, only a number proves that a frame is not a replay.
   if (header.sequence != 0 || !from.opener.has_value()) {
     from.silence.heardSinceCheck = true;
     from.isUnproven = false;

@@ -105,7 +105,7 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
       if (error) {
         handlers_.answers->onAnswerRejected(self, callId, error);
       } else {
-        WorkAtEnd atEnd; // stays empty: this thread is no driver, so an agent thread completes the call
+        WorkAtEnd atEnd; // stays empty: this thread does not drive, so an agent thread completes the call
         handlers_.answers->onAnswer(std::move(arrived), {}, atEnd);
       }
       return;

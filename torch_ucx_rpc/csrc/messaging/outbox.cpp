@@ -284,16 +284,16 @@ void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owne
     }
     message->hasLeftInPart = true;
   }
-  // This send may finish the message at once, and destroy it. Nothing of it is touched afterwards.
-  // The end of an eager send is no sign of life: UCX may have copied the bytes, and the peer not read them.
+  // This send may finish the message at once, and destroy it. Do not touch it afterwards. The end of an eager send is
+  // not a sign of life: UCX may have copied the bytes, and the peer not read them.
   const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
   transport_.send(endpoint, message->header, message->body, mode, [this, message, path](Error error) {
     finish(message, path, 1, std::move(error));
   });
 }
 
-// What an error does. "Local" errors (isLocal() in base/error.h) are this process's, and say nothing about the peer.
-// All others count as the peer's.
+// The consequence of an error. "Local" errors (isLocal() in base/error.h) are this process's, and say nothing about the
+// peer. All others count as the peer's.
 //
 //   message        error        what follows, and where
 //   request        any          its call fails (CallClient::onRequestNotSent()); this alone ends no peer

@@ -94,8 +94,8 @@ void Outbox::finishKept(OutgoingMessage& message, EndpointId endpoint, size_t pa
   }
 }
 
-// The transport is done with a message. The room of its parts by rendezvous is free then. That of an eager body is free
-// when the peer has it.
+// The transport is done with a message. The room of its parts by rendezvous is free then. Memory of an eager body is
+// free once the peer has it.
 void Outbox::freeRoom(Connection& connection, OutgoingMessage& message) {
   Connection::Outgoing& outgoing = connection.outgoing;
   if (std::exchange(message.isUnderWay, false)) {
@@ -153,7 +153,7 @@ void Outbox::resume(Connection& connection) {
   }
   connection.setEndpoint(endpoint);
   sendAgain(connection);
-  acknowledge(connection); // the peer need not send again what has come
+  acknowledge(connection); // the peer need not send arrived messages again
   connections_.makeReady(connection); // messages that wait leave
 }
 

@@ -70,7 +70,7 @@ void SentMessages::destroyOnAgentThread() {
   // One thread destroys all messages. It may wait for the GIL while a Python function holds it, and other threads must
   // not wait with it.
   executor_.addCompletion([this, hold = std::move(hold)] {
-    // A thread that adds a message meanwhile finds isDestroying_ set, and leaves the message to this one.
+    // A thread that adds a message during this finds isDestroying_ set, and leaves the message to this thread.
     for (bool isOver = false; !isOver;) {
       destroyWaiting();
       const std::lock_guard lock(mutex_);

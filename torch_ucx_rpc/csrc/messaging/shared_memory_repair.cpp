@@ -43,7 +43,7 @@ Timer::TimePoint SharedMemoryRepair::repair(Timer::TimePoint now) {
   }
   repairedAt_ = now;
   if (isRepairing_.load()) {
-    transport_.scanForRepair(); // on this thread, since it may take long: the worker lock is free meanwhile
+    transport_.scanForRepair(); // on this thread, since it may take long: the worker lock is free during it
   }
   progress_.submit([this] {
     if (!lifetime_.isClosed()) {

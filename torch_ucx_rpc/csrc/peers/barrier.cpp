@@ -106,7 +106,7 @@ std::vector<Rank> Barrier::toContact() const {
   const bool isCoordinator = !parentLocked().has_value();
   const auto isAwaited = [&](Rank rank) { return isAwaitedLocked(rank, round, isCoordinator); };
   const int end = link_.endOfRanks();
-  // Those below a worker that is gone have become this worker's.
+  // The children of a gone worker have become this worker's.
   std::vector<int> tops = {isCoordinator ? 0 : self_};
   while (!tops.empty()) {
     const int top = tops.back();
@@ -131,7 +131,7 @@ bool Barrier::isAwaitedLocked(Rank rank, const Round& round, bool isCoordinator)
       (isCoordinator || !round.arrivals.gone.contains(rank));
 }
 
-// The former parent may have died in the midst of releasing a round, and this worker alone knows of it.
+// The previous parent may have died in the midst of releasing a round, and only this worker has heard of it.
 void Barrier::followParentLocked(Outgoing& outgoing) {
   const std::optional<Rank> parent = parentLocked();
   const bool isNew = parent.has_value() && parent != parent_;

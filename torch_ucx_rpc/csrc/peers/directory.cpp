@@ -50,7 +50,7 @@ void Directory::remove(const Peer& peer) {
   }
 }
 
-// The peer stays in bySession_: its late frames are dropped as those of a lost worker, not warned of as a stranger's.
+// The peer stays in bySession_: its late frames are dropped as a lost worker's, without the warning for a stranger's.
 void Directory::forgetLocked(const Peer* peer) {
   if (peer != nullptr) {
     byRank_.erase(peer->member().rank);

@@ -76,7 +76,7 @@ bool Lifelines::open(uint64_t session, Line& line) {
   return true;
 }
 
-// What an event on a lifeline means:
+// The meaning of events on a lifeline:
 //
 //   how the socket has ended                what it means                      what follows
 //   a connection ended (0, ECONNRESET)      the process, or a firewall's whim  another connection, kReconnections times
@@ -89,7 +89,7 @@ void Lifelines::onEvent(uint64_t session) {
     const std::lock_guard lock(mutex_);
     const auto entry = lines_.find(session);
     if (entry == lines_.end()) {
-      return; // forgotten meanwhile
+      return; // forgotten in between
     }
     Line& line = entry->second;
     const int why = whyEnded(line.socket);

@@ -105,8 +105,8 @@ void UcxRpcAgent::shutdownImpl() {
   std::call_once(shutdownOnce_, [this] {
     // Each step needs the one before it:
     // - No call begins from now on, and open ones fail. So handlers that wait for calls return.
-    // - No task of the timer touches what is taken down below.
-    // - The threads end, and what they leave undone is done here. The last answers are posted by then, and no handler
+    // - No task of the timer touches the objects that are taken down below.
+    // - The threads end, and their remaining work is done here. The last answers are posted by then, and no handler
     //   takes part in a context of distributed autograd any more.
     // - Peers hear the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
     lifetime_.close();
@@ -154,7 +154,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
       calls_.send(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch(type) && !Executor::isLeader()) {
     // RRef.to_here() sends this request and then waits inside torch. Waiting here first makes Ctrl-C work, and lets the
-    // caller drive its own call. Nothing else sends these requests.
+    // caller drive its own call. Only this sends these requests.
     calls_.waitDriving(*future);
   }
   return future;

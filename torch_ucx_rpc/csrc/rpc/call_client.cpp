@@ -27,7 +27,7 @@ namespace {
 // send() goes on, but programs may send such requests without torch.
 constexpr auto kRRefPatience = std::chrono::seconds(10);
 
-// Whether a failure is that of one message: the callee lives, and this worker too.
+// Whether a failure concerns one message only: the callee lives, and this worker too.
 bool isOfMessage(RpcFailure::Kind kind) {
   return kind == RpcFailure::Kind::kMessageRefused || kind == RpcFailure::Kind::kNotSent ||
       kind == RpcFailure::Kind::kOutOfResources;
@@ -121,8 +121,9 @@ uint64_t CallClient::begin(CallTable::Call call, std::unique_ptr<OutgoingMessage
     }
   } else {
     messenger_.post(to, wire::Kind::kRequest, id, std::move(request));
-    // A call that ran out of time meanwhile (its tensors were being sealed, or this thread did not run) was canceled
-    // before there was a request to take back. It would wait for a peer that takes nothing in, with its memory.
+    // A call may have run out of time by now (its tensors were being sealed, or this thread did not run). It was
+    // canceled before there was a request to take back. It would wait for a peer that takes nothing in, with its
+    // memory.
     if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
       messenger_.cancel({{&to, id}});
     }

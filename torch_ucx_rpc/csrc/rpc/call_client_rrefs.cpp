@@ -10,7 +10,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// How soon an owner that had no room for the failure of an RRef is told again.
+// Delay of a repeated message about a failed RRef, for an owner that had no room for it.
 constexpr auto kFailurePeriod = std::chrono::milliseconds(100);
 
 } // namespace

@@ -258,7 +258,7 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
   if (isDone()) {
     return true;
   }
-  // A handler may wait for long: neither its thread nor its share of the receive window is missed meanwhile.
+  // A handler may wait for long: others may use its thread and its share of the receive window during that.
   const std::shared_ptr<void> nesting = Executor::markBlocked();
   HandlingScope::releaseInnermost();
   const auto isOver = [&] { return isDone() || lifetime_.isClosed() || Clock::now() >= deadline; };
@@ -282,7 +282,7 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
 
 void Channel::wakeWaiting(const std::optional<Driver>& driver) {
   changed_.notify_all();
-  if (!driver || driver->role != Role::kWaitingCaller) { // else that caller looks by itself
+  if (!driver || driver->role != Role::kWaitingCaller) { // otherwise that caller looks itself
     messenger_.wakeWaitingCaller();
   }
 }

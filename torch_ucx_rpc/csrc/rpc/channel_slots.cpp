@@ -11,7 +11,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// A receiver says what it has taken when it is this much.
+// Number of taken bytes after which a receiver reports them.
 constexpr uint64_t kOwedBytes = Channel::kOpenBodyBytes / 4;
 
 std::string keyOf(const Peer& from, std::string_view tag) {
@@ -151,7 +151,8 @@ void Channel::onPeerGone(Peer& peer) {
           for (const ExpectedPtr& expected : std::exchange(slot.expected, {})) {
             failLocked(expected, gone);
           }
-          // A value that is here has come before the end, and counts. The inbox drops what is held or being received.
+          // A value that is here has come before the end, and counts. The inbox drops values that are held or being
+          // received.
           std::erase_if(slot.arrivals, [&](const ArrivalPtr& arrival) {
             const bool isLost = arrival->state != Arrival::State::kHere;
             if (isLost) {
@@ -279,7 +280,7 @@ void Channel::freeUntakenLocked(uint64_t bytes, Aftermath& after) {
 void Channel::endEpochsLocked(
     const std::string& name, Group& group, uint64_t before, const RpcFailure& why, Aftermath& after) {
   const auto end = group.slots.lower_bound(before);
-  std::set<Peer*> senders; // of values that are dropped: each is told once
+  std::set<Peer*> senders; // for dropped values: each is reported once
   for (auto epoch = group.slots.begin(); epoch != end; ++epoch) {
     for (auto& [key, slot] : epoch->second) {
       for (const ExpectedPtr& expected : slot.expected) {

@@ -55,7 +55,7 @@ Group::Group(
 void Group::addMembers(std::vector<Member> members) {
   for (Member& member : members) {
     if (isTorchsAgent(agent_) && directory_.findSession(member.session) == nullptr) {
-      // Of a worker that had the rank before. A worker whose session is known is tried anew, and its RRefs go on.
+      // Data of a worker that had the rank before. A worker with a known session is tried again, and its RRefs go on.
       invalidateRRefsOf(member.rank);
     }
     directory_.add(std::move(member));
@@ -144,7 +144,7 @@ void Group::onPeerGone(Peer& peer) {
     return; // being destroyed
   }
   if (onGone != nullptr) {
-    // Handlers may wait for what the callback does, and hold all threads meanwhile. So it waits behind none of them.
+    // Handlers may wait for the callback, and hold all threads until it has run. So it waits behind none of them.
     executor_.addCompletion([hold, &peer, onGone = std::move(onGone)] {
       try {
         (*onGone)(peer);
@@ -372,7 +372,7 @@ bool Group::hasAnsweredAll() const {
   return calls_.open() == 0 && requestsOpen() == 0 && messenger_.underWay() == 0;
 }
 
-// The others are told first. They then make no more calls to this worker, and it answers every call made before.
+// Tell the others first. They then make no more calls to this worker, and it answers every call made before.
 void Group::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   for (Peer* peer : directory_.all()) {

@@ -29,7 +29,7 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
     }
     const Error ended(ErrorCode::kPeerFailed, "its process has ended");
     const ProcessWatch::Outcome outcome = processes_.add(peer->member(), self, [this, peer, ended] {
-      messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
+      messenger_.drainTransportWithWorkerLock(); // messages that it sent before its end count
       peer->hasEnded.store(true);
       messenger_.addFailureWithWorkerLock(*peer, ended);
     });
@@ -109,7 +109,7 @@ void PeerMonitor::onBroken(Peer& peer) {
 void PeerMonitor::setEverybodyLeaving() {
   isEverybodyLeaving_.store(true);
   for (Peer* peer : directory_.all()) {
-    peer->mayResume.store(false); // those that end first are not to be looked for
+    peer->mayResume.store(false); // workers that end early must not be searched for
   }
 }
 
@@ -166,7 +166,7 @@ void PeerMonitor::onLifelineCutWithWorkerLock(Peer& peer) {
   if (lifetime_.isClosed() || !peer.isThere()) {
     return;
   }
-  messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
+  messenger_.drainTransportWithWorkerLock(); // messages that it sent before its end count
   if (peer.connection->isUnproven) {
     peer.hasEnded.store(true);
     messenger_.addFailureWithWorkerLock(

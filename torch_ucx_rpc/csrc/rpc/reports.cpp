@@ -107,7 +107,7 @@ Reports::Texts Reports::metricsOf(const AgentStatistics& now, bool isProfilingGi
   for (const AgentStatistics::OfPeer& of : now.peers) {
     add(of.counts);
   }
-  sums.erase(""); // counts that are no metrics
+  sums.erase(""); // counts without a metric
   Texts metrics;
   for (const auto& [name, sum] : sums) {
     metrics[name] = std::to_string(sum);

@@ -138,7 +138,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     return;
   }
   request.reset(); // the handler has kept what it needs, and its tensors need not live until the answer
-  // A handler that has returned needs no more memory. Its tensors may live on without a share of the window.
+  // A handler that has returned does not need more memory. Its tensors may live on without a share of the window.
   admission.release();
   if (response->completed()) {
     const c10::MultiStreamGuard guard(streams); // handle() has left them, and the answer is encoded in their order

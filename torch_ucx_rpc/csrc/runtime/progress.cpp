@@ -244,7 +244,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   return brought;
 }
 
-// How a rest ends. False ends the drive; after true the thread looks again.
+// The ends of a rest. False ends the drive; after true the thread looks again.
 //
 //   waiting caller  false  a signal has come in, or the longest sleep is over
 //                   true   woken by anything else

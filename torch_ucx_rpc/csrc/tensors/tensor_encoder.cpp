@@ -26,7 +26,7 @@ using wire::Layout;
 
 // A payload up to this size travels in the body, like small storages (see kInlineStorageBytes).
 constexpr uint64_t kInlinePayloadBytes = 64 * 1024;
-// A pack is no larger than a piece.
+// A pack is at most as large as a piece.
 constexpr uint64_t kPackBytes = OutgoingMessage::kPieceBytes;
 // A view is copied without its holes where that at least halves its bytes.
 constexpr int64_t kCompactionGain = 2;

@@ -21,7 +21,7 @@ using torch::distributed::rpc::Message;
 
 namespace {
 
-// torch compares the type with those of references that reach the owner.
+// torch compares the type with the types of references that reach the owner.
 c10::TypePtr typeOf(const std::string& name) {
   try {
     return name.empty() ? c10::PyObjectType::get() : c10::parseType(name);

@@ -16,7 +16,7 @@ namespace {
 
 std::atomic<uint64_t> spared{0};
 
-// Of what lies in torch's library, only the Store asks in this way: gloo has NI_NUMERICHOST itself.
+// In torch's library only the Store asks in this way: gloo sets NI_NUMERICHOST itself.
 int getNameInfoForTorch(
     const sockaddr* address,
     socklen_t addressBytes,

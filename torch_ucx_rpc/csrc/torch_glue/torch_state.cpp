@@ -186,7 +186,7 @@ void keepRRefThatTorchMarks() {
 }
 
 std::optional<CreatedRRef> findCreatedRRef(const JitFuture& creation) {
-  if (!RpcAgent::isCurrentRpcAgentSet()) { // then there is no context either, and asking for it throws
+  if (!RpcAgent::isCurrentRpcAgentSet()) { // without an agent there is no context either, and asking for it throws
     return std::nullopt;
   }
   RRefContext& context = RRefContext::getInstance();

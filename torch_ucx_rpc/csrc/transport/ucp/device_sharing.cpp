@@ -15,7 +15,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Of torch's and RMM's allocators none has smaller pieces of a device.
+// Neither torch's nor RMM's allocator has smaller pieces of a device.
 constexpr uintptr_t kRegionBytes = 2 * 1024 * 1024;
 
 struct Driver {

@@ -43,7 +43,7 @@ Reserve& reserve() {
 
 // After a cut, TCP doubles the wait before each further attempt, so that the first answer would come as long after the
 // cut as that lasted. A bound of a second keeps it short. The kernel would then give a connection up after its usual 15
-// attempts, so it is told the time that these take by default. Sockets that are accepted inherit both. Kernels before
+// attempts, so this sets the time that these take by default. Sockets that are accepted inherit both. Kernels before
 // 6.15 have no such bound.
 void boundResending(int domain, int type, int socket) {
 #ifndef TCP_RTO_MAX_MS

@@ -65,7 +65,7 @@ QueueRepair::Suspects::Suspects(const std::vector<pid_t>& processes) {
       if (thread == gettid()) {
         continue;
       }
-      // Its time first: what it runs between the two looks counts against it otherwise.
+      // Read its time first. Otherwise its run between the two looks would count against it.
       const std::optional<ProcStat> stat = readProcStat(task.path());
       if (stat && !isElsewhere(task.path())) {
         cpuTicks_.emplace(std::pair(process, thread), stat->cpuTicks);

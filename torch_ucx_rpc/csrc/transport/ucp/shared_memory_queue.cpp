@@ -36,7 +36,7 @@ struct SharedMemoryQueue::Control {
   alignas(kCacheLine) uint64_t head;
   socklen_t signalAddressBytes;
   sockaddr_un signalAddress;
-  alignas(kCacheLine) uint64_t tail; // what was read; told now and then
+  alignas(kCacheLine) uint64_t tail; // entries read so far; published now and then
   pid_t owner;
 };
 
@@ -201,7 +201,7 @@ bool SharedMemoryQueue::isConsistent() const {
     const Slot& used = slotAt(slot);
     const uint8_t flags = std::atomic_ref(slotAt(slot).flags).load(std::memory_order_acquire);
     if (slot + count_ < end()) {
-      continue; // taken again, meanwhile or before
+      continue; // taken again, in between or before
     }
     const bool isLikeUcx = (flags & ~(kOwner | kInline)) == 0 && used.handler < kHandlers && used.segmentBytes != 0;
     if (!isLikeUcx || (flags & kOwner) != markAt(slot)) {
@@ -216,7 +216,7 @@ bool SharedMemoryQueue::mayHideMappings(const std::string& process, int why) {
     return false; // it has ended
   }
   if (process == "1") {
-    return false; // the machine's init, which is nobody's worker and may be closed to root itself
+    return false; // the machine's init, which is not a worker, and which even root may not be able to inspect
   }
   const std::string status = readProcFile("/proc/" + process + "/status").value_or("");
   const size_t user = status.find("\nUid:");
@@ -228,7 +228,7 @@ std::optional<std::vector<pid_t>> SharedMemoryQueue::processes() const {
   std::vector<pid_t> found;
   size_t attachments = 0;
   bool mayBeHidden = false;
-  std::error_code ended; // a process may, meanwhile
+  std::error_code ended; // another process may have, in between
   for (const auto& entry : std::filesystem::directory_iterator("/proc", ended)) {
     const std::string name = entry.path().filename();
     if (!std::all_of(name.begin(), name.end(), [](unsigned char letter) { return std::isdigit(letter) != 0; })) {

@@ -126,8 +126,8 @@ void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
 }
 
 // A forced close cancels everything that the endpoint has under way. Every endpoint needs one before its worker is
-// destroyed: ucp_worker_destroy() by itself leaves an endpoint's requests where they are, and builds of UCX with
-// assertions abort then (ucp_ep_destroy_base(): "proto_reqs not empty").
+// destroyed: ucp_worker_destroy() leaves an endpoint's requests where they are, and builds of UCX with assertions then
+// abort (ucp_ep_destroy_base(): "proto_reqs not empty").
 void UcpEndpoints::closeHandle(UcpEndpoint& endpoint) {
   if (endpoint.handle == nullptr) {
     return;

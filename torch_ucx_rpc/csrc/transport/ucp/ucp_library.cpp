@@ -84,8 +84,8 @@ const char* userSetting(const char* name) {
   return value != nullptr ? value : "";
 }
 
-// The groups of transports that matter here, as ucp_tl_aliases[] has them in UCX 1.14 to 1.22. Those of InfiniBand's
-// reliable connections bring along the transport over which these are set up.
+// The groups of transports that matter here, as ucp_tl_aliases[] has them in UCX 1.14 to 1.22. The names of
+// InfiniBand's reliable connections also bring the transport that sets them up.
 struct TransportGroup {
   std::string_view name;
   std::vector<std::string_view> members;

@@ -26,8 +26,8 @@ UcpOperation* UcpOperations::begin(OperationDone& done, const UcpEndpoint* endpo
 }
 
 void UcpOperations::onSubmitted(UcpOperation* operation, ucs_status_ptr_t returned) {
-  // UCX returns a request, and calls back later, only for what it could not complete at once. Otherwise it returns the
-  // status, in the place of a pointer, and never calls back.
+  // UCX returns a request, and calls back later, only for an operation that it could not complete at once. Otherwise it
+  // returns the status instead of a pointer, and never calls back.
   if (UCS_PTR_IS_PTR(returned)) {
     return;
   }

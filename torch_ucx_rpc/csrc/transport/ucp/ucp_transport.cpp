@@ -55,9 +55,9 @@ Error noMemory() {
   return {ErrorCode::kOutOfMemory, "there was no memory for the message"};
 }
 
-// UCX calls back in C frames, through which no exception may pass. So its callbacks only note what has happened, in
-// UcpOperations and UcpEndpoints. tell() hands it out, from progress() and from close(). Only messages are handed out
-// at once, because eager bytes are valid during the callback only: onMessage() catches everything.
+// UCX calls back in C frames, through which no exception may pass. So its callbacks only record events, in
+// UcpOperations and UcpEndpoints. tell() hands these out, from progress() and from close(). Only messages are handed
+// out at once, because eager bytes are valid during the callback only: onMessage() catches everything.
 class UcpTransport final : public Transport {
  public:
   UcpTransport(size_t expectedPeers, const std::string& networkDevices);
@@ -365,7 +365,7 @@ void UcpTransport::close(int64_t limitMs) {
       (void)poll(&event, 1, 1);
     }
   }
-  rendezvous_.releaseDescriptors(worker_); // what came meanwhile
+  rendezvous_.releaseDescriptors(worker_); // those that arrived during the wait
 
   // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no
   // peer; the bound is for requests that UCX leaves behind.
@@ -384,7 +384,7 @@ void UcpTransport::close(int64_t limitMs) {
   }
   endpoints_.dropFlushes();
   log_.explain(); // this side has given everything up
-  working.reset(); // other trouble with the end of a worker is no ordinary matter
+  working.reset(); // other trouble with the end of a worker is not ordinary
   std::optional<UcxLog::Leaving> leaving;
   if (operations_.inFlight() != 0) {
     leaving.emplace(log_);

@@ -14,7 +14,7 @@ namespace {
 
 constexpr auto kPatience = std::chrono::seconds(1);
 
-// Of the transport that UCX works for on this thread.
+// Log of the transport that UCX works for on this thread.
 thread_local UcxLog* current = nullptr;
 
 } // namespace
