@@ -52,6 +52,8 @@ class Call:
     autocast: Autocast = ()
     scale: float | None = None
     record: bool = False
+    shows_output: bool = False
+    apart: bool = False
 
     def request(
         self,
@@ -78,6 +80,8 @@ class Call:
             autocast=self.autocast,
             scale=self.scale,
             record=self.record,
+            shows_output=self.shows_output,
+            apart=self.apart,
         )
 
 

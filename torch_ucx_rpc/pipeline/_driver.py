@@ -24,7 +24,7 @@ from torch_ucx_rpc.pipeline import _host, _table, _trace
 from torch_ucx_rpc.pipeline._calls import Circumstances, circumstances
 from torch_ucx_rpc.pipeline._crew import Crew
 from torch_ucx_rpc.pipeline._divide import divide
-from torch_ucx_rpc.pipeline._engine import Engine
+from torch_ucx_rpc.pipeline._engine import Done, Engine
 from torch_ucx_rpc.pipeline._errors import PipelineError
 from torch_ucx_rpc.pipeline._exchange import worker_info
 from torch_ucx_rpc.pipeline._function import call_with_autograd
@@ -53,10 +53,13 @@ class DistributedPipeline:
         split_spec: torch's split points, ``{"layers.8": SplitPoint.BEGINNING}``; the model is traced.
         schedule: ``"gpipe"``, ``"1F1B"``, ``"interleaved"``, ``"zero-bubble"``; the name of a class of torch's
             schedules; or a text in torch's format.
-        chunks: micro-batches of a step. A smaller batch is divided into as many as it has samples.
+        chunks: micro-batches of a step, 1 by default. A smaller batch is divided into as many as it has samples.
         stages_per_worker: 2 by default for ``"interleaved"``, else 1; with a text, what the text says.
         rematerialize: keep only the inputs of stages and compute activations again on the way back.
-        loss: ``loss(output, target)``, a scalar; runs on the worker of the last stage.
+        loss: ``loss(output, target)``, which runs on the worker of the last stage. It returns a scalar, or ``(sum,
+            count)``, such as the sum over all tokens and their number.
+        n_microbatches: what ``torch.distributed.pipelining`` calls ``chunks``.
+        loss_fn: what it calls ``loss``.
         spares: workers that take the place of lost ones. They begin from a checkpoint: `save` one before the first
             step.
         step_timeout: seconds that the workers may take for a step, or for another order. A worker whose stage is busy
@@ -74,10 +77,12 @@ class DistributedPipeline:
         sample: Any = None,
         split_spec: Mapping[str, Any] | None = None,
         schedule: str = "1F1B",
-        chunks: int = 1,
+        chunks: int | None = None,
         stages_per_worker: int | None = None,
         rematerialize: bool = False,
         loss: Callable[..., Any] | None = None,
+        n_microbatches: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         spares: Sequence[Any] = (),
         step_timeout: float | None = None,
     ) -> None:
@@ -92,7 +97,10 @@ class DistributedPipeline:
                 raise wrong_value("balance", expected, balance)
         if split_spec is not None:
             check_type("split_spec", Mapping, "a dict from the names of modules to split points", split_spec)
-        check_count("chunks", 1, "a number of micro-batches", chunks)
+        argument, chunks = _one_of(chunks=chunks, n_microbatches=n_microbatches)
+        chunks = 1 if chunks is None else chunks
+        check_count(argument, 1, "a number of micro-batches", chunks)
+        argument, loss = _one_of(loss=loss, loss_fn=loss_fn)
         if stages_per_worker is not None:
             check_count("stages_per_worker", 1, "a number of stages", stages_per_worker)
         check_flag("rematerialize", rematerialize)
@@ -101,7 +109,7 @@ class DistributedPipeline:
             if step_timeout <= 0:
                 raise wrong_value("step_timeout", "above 0", step_timeout)
         if loss is not None:
-            check_callable("loss", "a function of the output and the target", loss)
+            check_callable(argument, "a function of the output and the target", loss)
         if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
             raise ValueError(
                 f"the loss {type(loss).__name__} has parameters, which no optimizer of the pipeline would train: put "
@@ -168,7 +176,15 @@ class DistributedPipeline:
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def step(self, *args: Any, target: Any = None, scaler: Any = None, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        scaler: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Forward and backward of a batch: gradients are added to those on the workers.
 
         Args:
@@ -177,8 +193,12 @@ class DistributedPipeline:
             **kwargs: keyword arguments of the model, divided in the same way.
             target: second argument of the loss, divided in the same way. None: the loss gets the output alone.
             scaler: a `GradScaler`, whose scale the loss is multiplied with on its way back.
+            losses: a list, which is filled with what the loss returned for each micro-batch, without gradient.
+            return_outputs: also return the model's output, as ``pipe(x)`` does, without gradient.
 
-        Returns the mean of the micro-batches' losses, a scalar tensor without gradient.
+        Returns the mean of the micro-batches' losses, a scalar tensor without gradient; with ``return_outputs`` a tuple
+        of it and the output. If the loss returns ``(sum, count)``, loss and gradients are those of the sum over the
+        whole batch, divided by the count of the whole batch.
 
         Raises StageError when a stage raises; StageLostError when a worker is lost and no spare is left. Either way the
         step has been undone: gradients that it created are removed, and its memory is freed. Statistics of batch norms
@@ -186,7 +206,11 @@ class DistributedPipeline:
         """
         self._check_loss("step")
         scale = None if scaler is None else scaler.scale_of_step()
-        return self._recovery.do(Engine.step, self._around(), args, kwargs, target, scale)
+        _check_wishes(losses, return_outputs)
+        done = self._recovery.do(
+            Engine.step, self._around(), args, kwargs, target, scale=scale, shows_output=return_outputs
+        )
+        return _given(done, losses, return_outputs)
 
     def _check_loss(self, name: str) -> None:
         if self._engine.loss is None:
@@ -194,10 +218,19 @@ class DistributedPipeline:
                 f"{name}() needs a loss: give DistributedPipeline(..., loss=...), or call pipe(x) instead"
             )
 
-    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """The loss of a batch, as `step` has it, without gradients. Call `eval` before and `train` after."""
         self._check_loss("evaluate")
-        return self._forward(Engine.evaluate, args, kwargs, target)  # type: ignore[no-any-return]
+        _check_wishes(losses, return_outputs)
+        done = self._forward(Engine.step, args, kwargs, target, grad=False, shows_output=return_outputs)
+        return _given(done, losses, return_outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch. In grad mode its backward works once, and runs on the stages.
@@ -210,10 +243,10 @@ class DistributedPipeline:
             return call_with_autograd(self._engine, self._recovery, self._around(), args, kwargs)
         return self._forward(Engine.infer, args, kwargs)
 
-    def _forward(self, method: Callable[..., Any], *args: Any) -> Any:
+    def _forward(self, method: Callable[..., Any], *args: Any, **wishes: Any) -> Any:
         # In training mode a call draws random numbers and counts in batch norms, so a repetition needs it too.
         guard = self._recovery.do if self.training else self._recovery.ask
-        return guard(method, self._around(), *args)
+        return guard(method, self._around(), *args, **wishes)
 
     def _around(self) -> Circumstances:
         return circumstances(self._engine.parameters)
@@ -332,9 +365,9 @@ class DistributedPipeline:
         """
         self._check_loss("trace")
         _trace.check_path(path)
-        loss, events = self._recovery.do(Engine.recorded_step, self._around(), args, kwargs, target)
-        _trace.write_chrome(path, events, [str(place) for place in self._engine.crew.places])
-        return loss
+        done = self._recovery.do(Engine.step, self._around(), args, kwargs, target, record=True)
+        _trace.write_chrome(path, done.events, [str(place) for place in self._engine.crew.places])
+        return done.loss
 
     def __repr__(self) -> str:
         engine = self._engine
@@ -345,6 +378,29 @@ class DistributedPipeline:
     def workers(self) -> list[str]:
         """Names of the workers, in the order of the schedule's rows."""
         return [place.worker for place in self._engine.crew.places]
+
+
+def _one_of(**names: Any) -> tuple[str, Any]:
+    """Return the argument that was given, of two names of one thing."""
+    given = [(name, value) for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        (ours, value), (torchs, other) = given
+        raise ValueError(
+            f"{torchs} is another name of {ours}: give one of them; got {ours}={value!r} and {torchs}={other!r}"
+        )
+    return given[0] if given else (next(iter(names)), None)
+
+
+def _check_wishes(losses: Any, return_outputs: Any) -> None:
+    if losses is not None:
+        check_type("losses", list, "a list to fill", losses)
+    check_flag("return_outputs", return_outputs)
+
+
+def _given(done: Done, losses: list[Any] | None, return_outputs: bool) -> Any:
+    if losses is not None:
+        losses[:] = done.losses
+    return (done.loss, done.output) if return_outputs else done.loss
 
 
 def _modules(model: nn.Module | Sequence[Any]) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed.rpc as rpc
@@ -25,6 +25,18 @@ from torch_ucx_rpc.pipeline._schedules import Schedules
 from torch_ucx_rpc.pipeline._values import Packet, merge
 
 __all__ = ["Engine", "RemoteOptimizer"]
+
+
+class Done(NamedTuple):
+    """The results of a step or an evaluation."""
+
+    loss: torch.Tensor
+    losses: list[Any]
+    """For each micro-batch what the loss function returned, without gradient."""
+    output: Any
+    """The model's output, if it was wanted."""
+    events: list[Any]
+    """For each row its actions with their times, if they were recorded."""
 
 
 class RemoteOptimizer(Protocol):
@@ -93,6 +105,8 @@ class Engine:
         except BaseException:
             crew.close()
             raise
+        # Whether the loss returns (sum, count), once that is known.
+        self._has_counts: bool | None = None
         # Which parameters want a gradient, as the workers know it.
         self._trained = self._trained_at_first = tuple(one.requires_grad for one in self.parameters.values())
         # A spare gets the structure of a lost worker's stages from here, and the values from a checkpoint.
@@ -199,38 +213,34 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- batches
 
-    def step(self, around: Circumstances, args: Any, kwargs: Any, target: Any, scale: float | None) -> torch.Tensor:
-        """Run forward and backward of a batch. Returns the mean of the micro-batches' losses. ``target`` and ``scale``
-        may be None."""
-        results = self._step(around, args, kwargs, target, scale)
-        return results[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
-
-    def recorded_step(
-        self, around: Circumstances, args: Any, kwargs: Any, target: Any
-    ) -> tuple[torch.Tensor, list[Any]]:
-        """Do a `step`. Returns the loss, and for each row its actions with their times."""
-        results = self._step(around, args, kwargs, target, None, record=True)
-        return results[self.crew.worker_of[-1]]["loss"], [result["events"] for result in results]
-
-    def _step(
+    def step(
         self,
         around: Circumstances,
         args: Any,
         kwargs: Any,
         target: Any,
-        scale: float | None,
+        *,
+        grad: bool = True,
+        scale: float | None = None,
+        shows_output: bool = False,
         record: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> Done:
+        """Run forward and backward of a batch; without ``grad`` only forward. ``target`` and ``scale`` may be None."""
         count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
-        rows = self._schedules.of(count).rows
-        call = Call(("step", count), rows, count, inputs, targets, scale=scale, record=record)
-        return self._run(call, around)
-
-    def evaluate(self, around: Circumstances, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
-        """Return the loss of a batch, without gradients."""
-        count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
-        call = Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False)
-        return self._run(call, around)[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
+        if grad:
+            call = Call(("step", count), self._schedules.of(count).rows, count, inputs, targets, scale=scale)
+            # Before the first loss nobody knows yet whether losses have counts.
+            call.apart = self._has_counts is not False
+        else:
+            call = Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False)
+        call.shows_output, call.record = shows_output, record
+        results = self._run(call, around)
+        last = results[self.crew.worker_of[-1]]
+        self._has_counts = self._has_counts or "factor" in last
+        if call.apart:
+            self.crew.later("weigh", last.get("factor", 1.0))
+        output = merge([value for value, _ in last["outputs"]]) if shows_output else None
+        return Done(last["loss"], last["losses"], output, [result.get("events") for result in results])
 
     def infer(self, around: Circumstances, args: Any, kwargs: Any) -> Any:
         """Return the output of a batch, without gradients."""

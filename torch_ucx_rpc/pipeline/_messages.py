@@ -62,6 +62,10 @@ class Request(NamedTuple):
     autocast: Autocast = ()
     scale: float | None = None
     record: bool = False
+    shows_output: bool = False
+    """Whether the driver wants the output, though its backward runs without the driver."""
+    apart: bool = False
+    """Whether this call's gradients wait for a factor beside those of earlier calls."""
 
     @property
     def adds_gradients(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch_ucx_rpc.pipeline._exchange import AbortedError, Exchange, LostPeerError, Slot
 from torch_ucx_rpc.pipeline._messages import Failure, Request
 from torch_ucx_rpc.pipeline._schedule import Action, Row
-from torch_ucx_rpc.pipeline._stage import Stage
+from torch_ucx_rpc.pipeline._stage import Loss, Stage
 from torch_ucx_rpc.pipeline._values import Packet, to_device
 from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT
 
@@ -60,8 +60,11 @@ class Run:
         self._stages = stages
         self._exchange = exchange
         self._request = request
-        self._losses: list[torch.Tensor] = []
-        # Results for the driver: "loss", "outputs", "input_gradients", "events", as far as they exist.
+        # By micro-batch, in the order of the schedule.
+        self._losses: dict[int, Loss] = {}
+        self._outputs: dict[int, Packet] = {}
+        # Results for the driver: "loss", "losses", "factor", "outputs", "input_gradients", "events", as far as they
+        # exist.
         self._result: dict[str, Any] = {}
         self._events: list[tuple[str, float, float]] | None = [] if request.record else None
 
@@ -80,10 +83,30 @@ class Run:
             except BaseException as error:
                 raise ActionError(action) from error
         if self._losses:
-            self._result["loss"] = (sum(self._losses[1:], self._losses[0]) / len(self._losses)).cpu()
+            self._close_losses()
+        if self._outputs:
+            self._result["outputs"] = [packet for _, packet in sorted(self._outputs.items())]
         if self._events is not None:
             self._result["events"] = self._events
         return self._result
+
+    def _close_losses(self) -> None:
+        """Put the losses of the micro-batches together. "factor" is what the gradients lack, if losses have counts."""
+        values = [loss.value for loss in self._losses.values()]
+        total = sum(values[1:], values[0])
+        counts = [loss.counted for loss in self._losses.values() if loss.counted is not None]
+        if counts and not sum(counts):
+            raise ValueError("the counts that the loss returned with its sums are 0 for all micro-batches")
+        if counts:
+            self._result["factor"] = (counts[0] or 1.0) * len(counts) / sum(counts)
+        self._result["loss"] = (total / (sum(counts) or len(values))).cpu()
+        self._result["losses"] = [loss.given for _, loss in sorted(self._losses.items())]
+
+    def _check_kind(self, loss: Loss) -> None:
+        is_counted = loss.counted is not None
+        others = {one.counted is not None for one in self._losses.values()}
+        if (others and others != {is_counted}) or (is_counted and self._request.grad and not self._request.apart):
+            raise ValueError("the loss must return (sum, count) always or never")
 
     def _whole(self, action: Action) -> Action | None:
         """Let a stage that does not divide its backward do all of it in the first half."""
@@ -119,7 +142,7 @@ class Run:
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()
-        sent = stage.forward(
+        sent, loss = stage.forward(
             (request.call, number),
             packets,
             grad=request.grad,
@@ -128,16 +151,18 @@ class Run:
             micro_batches=request.micro_batches,
             scale=request.scale,
             to_driver=request.to_driver and is_last,
+            shows_output=request.shows_output and is_last,
             goes_back_next=goes_back_next,
         )
         self._record(action, begin)
         for target, packet in sent.items():
             if target != DRIVER:
                 self._exchange.send(("F", target, number, stage.index, 0), packet)
-            elif request.to_driver:
-                self._result.setdefault("outputs", []).append(to_device(packet, _CPU))
             else:
-                self._losses.append(packet[0])
+                self._outputs[number] = to_device(packet, _CPU)
+        if loss is not None:
+            self._check_kind(loss)
+            self._losses[number] = loss
 
     def _backward(self, stage: Stage, action: Action) -> None:
         request, number = self._request, action.micro_batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,23 @@ from torch_ucx_rpc.pipeline import _backward
 from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device, unpack
 from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT, Edge, StageSpec, fill
 
-__all__ = ["Autocast", "Stage"]
+__all__ = ["Autocast", "Loss", "Stage"]
 
 # (device type, dtype) of the autocast that was on where the step was called.
 Autocast = tuple[tuple[str, torch.dtype], ...]
+
+
+class Loss(NamedTuple):
+    """The loss of a micro-batch."""
+
+    value: torch.Tensor
+    """A scalar: a mean, or a sum if there is a count."""
+    counted: float | None
+
+    @property
+    def given(self) -> Any:
+        """What the loss function returned, on the CPU."""
+        return self.value.cpu() if self.counted is None else (self.value.cpu(), self.counted)
 
 
 @dataclasses.dataclass
@@ -71,6 +84,8 @@ class Stage:
         self._given_training = training
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self._last_seed: tuple[Any, torch.Tensor] | None = None
+        # The last call with counted losses, and the count of its first one.
+        self._first_count = (-1, 1.0)
         # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
         self.targets = tuple(sorted((edge.target for edge in spec.edges_out), reverse=True))
         # Parameters that other stages use too, by the model's name.
@@ -129,10 +144,11 @@ class Stage:
         micro_batches: int = 1,
         scale: float | None = None,
         to_driver: bool = False,
+        shows_output: bool = False,
         goes_back_next: bool = False,
-    ) -> dict[int, Packet]:
-        """Run the forward of one micro-batch. Returns a packet for each stage that uses the output, and for `DRIVER`
-        the output or the loss.
+    ) -> tuple[dict[int, Packet], Loss | None]:
+        """Run the forward of one micro-batch. Returns a packet for each stage that uses the output, and for `DRIVER` if
+        it wants the output, which has a backward only with ``to_driver``; and the loss.
 
         ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, the state
         for the backward is kept under ``key``. ``goes_back_next``: this stage's next action is the backward of this
@@ -146,25 +162,26 @@ class Stage:
         if autocast or torch.is_grad_enabled() != grad:
             # Grad mode belongs to the thread, so another stage may have left it in any state.
             with torch.set_grad_enabled(grad), _autocast(autocast):
-                output, result, graph.loss = self._output(arrived, rematerialize, target)
+                output, result, loss = self._output(arrived, rematerialize, target)
         else:
-            output, result, graph.loss = self._output(arrived, rematerialize, target)
+            output, result, loss = self._output(arrived, rematerialize, target)
         sent: dict[int, Packet] = {}
         for edge in self.spec.edges_out:
             sent[edge.target], graph.sent[edge.target] = pack(_part(output, edge))
         if to_driver:
             sent[DRIVER], graph.sent[DRIVER] = pack(result)
-        elif graph.loss is not None:
-            sent[DRIVER] = (graph.loss.detach(), ())
+        elif shows_output:
+            sent[DRIVER], _ = pack(result)
         if grad:
-            if graph.loss is not None:
-                graph.seed = self._seed(graph.loss, micro_batches, scale)
+            if loss is not None:
+                graph.loss = loss.value
+                graph.seed = self._seed(loss, key[0], micro_batches, scale)
             self.graphs[key] = graph
-        return sent
+        return sent, None if loss is None else Loss(loss.value.detach(), loss.counted)
 
     def _output(
         self, arrived: dict[int, Any], rematerialize: bool, target: tuple[Any, ...] | None
-    ) -> tuple[Any, Any, torch.Tensor | None]:
+    ) -> tuple[Any, Any, Loss | None]:
         """Return the stage's output, in the last stage the model's output, and the loss if there is a target."""
         output = self._call(arrived, rematerialize)
         result = output
@@ -173,14 +190,21 @@ class Stage:
         if target is None:
             return output, result, None
         assert self.loss is not None
-        return output, result, _scalar(self.loss(result, *to_device(target, self.device)), self.loss)
+        return output, result, _loss_of(self.loss(result, *to_device(target, self.device)), self.loss)
 
-    def _seed(self, loss: torch.Tensor, micro_batches: int, scale: float | None) -> torch.Tensor:
+    def _seed(self, loss: Loss, call: int, micro_batches: int, scale: float | None) -> torch.Tensor:
         """Return the gradient with which the backward begins: the same for all micro-batches, and for most steps."""
-        key = loss.dtype, micro_batches, scale
+        divisor: float = micro_batches
+        if loss.counted is not None:
+            # The count of the whole batch is not known yet: let each micro-batch count as the first one does. The
+            # driver then sends the factor that corrects the gradients.
+            if self._first_count[0] != call:
+                self._first_count = call, loss.counted or 1.0
+            divisor *= self._first_count[1]
+        key = loss.value.dtype, divisor, scale
         if self._last_seed is None or self._last_seed[0] != key:
             # Autograd divides in the same way if backward() is called on the mean over the micro-batches.
-            seed = torch.ones_like(loss) / micro_batches
+            seed = torch.ones_like(loss.value) / divisor
             self._last_seed = key, seed if scale is None else seed * scale
         return self._last_seed[1]
 
@@ -307,15 +331,22 @@ def _part(output: Any, edge: Edge) -> Any:
     return output if edge.items is None else tuple(output[item] for item in edge.items)
 
 
-def _scalar(loss: Any, function: Callable[..., Any]) -> torch.Tensor:
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss if loss.dim() == 0 else loss.reshape(())
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+def _loss_of(found: Any, function: Callable[..., Any]) -> Loss:
+    value, count = found, None
+    if isinstance(found, tuple) and len(found) == 2 and all(_is_number(one) for one in found):
+        value, count = found[0], float(found[1])
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return Loss(value if value.dim() == 0 else value.reshape(()), count)
+    text = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
     name = getattr(function, "__name__", type(function).__name__)
     raise ValueError(
-        f"the loss {name} must return a scalar for each micro-batch, but returned {found}. Let it take the mean "
-        f'(reduction="mean"), or return the one of its values that is to be minimized.'
+        f"the loss {name} must return a scalar for each micro-batch, but returned {text}. Let it take the mean "
+        f'(reduction="mean"), return (sum, count), or return the one of its values that is to be minimized.'
     )
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
 def _writes_in_place(module: nn.Module | None) -> bool:

@@ -48,6 +48,8 @@ class Stages:
         self._spoilt = False
         # The last call: the number of its message, its own number, and the parameters that had no gradient before.
         self._last_run: tuple[int, int, list[nn.Parameter]] = (-1, -1, [])
+        # While the gradients of the last call wait for their factor: those of earlier calls.
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] | None = None
 
     def clear(self) -> None:
         self.by_index.clear()
@@ -68,10 +70,26 @@ class Stages:
     def order_run(self, request: Request) -> dict[str, Any]:
         if request.row is not None:
             self._rows[request.row_key] = request.row
+        if request.apart:
+            self._earlier = [(one, one.grad) for one in self._parameters() if one.grad is not None]
+            for parameter, _ in self._earlier:
+                parameter.grad = None
         # List the parameters without gradients: those that a part of the batch gives them are useless.
         fresh = [one for one in self._parameters() if one.grad is None] if request.adds_gradients else []
         self._last_run = self._exchange.number, request.call, fresh
         return Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
+
+    def order_weigh(self, factor: float) -> None:
+        """Multiply the gradients of the last call, and add them to the earlier ones. Repeating this does no harm."""
+        if self._earlier is None:
+            return
+        if factor != 1.0:
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        for parameter, gradient in self._earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self._earlier = None
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.by_index.values():
@@ -88,6 +106,9 @@ class Stages:
             self.forget(call)
             for parameter in fresh:
                 parameter.grad = None
+            for parameter, gradient in self._earlier or ():
+                parameter.grad = gradient
+            self._earlier = None
         if spoils:
             self._spoilt = any(parameter.grad is not None for parameter in self._parameters())
         self._last_run = (-1, -1, [])
@@ -118,6 +139,7 @@ class Stages:
 
     def order_zero_grad(self, set_to_none: bool) -> None:
         self._spoilt = False
+        self._earlier = None
         for stage in self.by_index.values():
             stage.module.zero_grad(set_to_none=set_to_none)
 

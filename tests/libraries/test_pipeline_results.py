@@ -1,0 +1,166 @@
+"""The results of a step beside its loss: outputs, losses of micro-batches, and losses with a count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+from ._jobs import drive, small_model
+from ._pipelines import Failing, make_pipe
+
+
+def get_outputs_and_losses() -> None:
+    for schedule in ("1F1B", "zero-bubble", "0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1"):
+        pipe, model = make_pipe(small_model(), chunks=2, schedule=schedule), small_model()
+        x, y = torch.randn(7, 8), torch.randn(7, 4)
+        halves = list(zip(x.tensor_split(2), y.tensor_split(2), strict=True))
+        expected = [F.mse_loss(model(some), wanted).detach() for some, wanted in halves]
+        losses: list[Any] = ["of the step before"]
+        loss, output = pipe.step(x, target=y, losses=losses, return_outputs=True)
+        assert losses == expected
+        assert torch.equal(loss, (expected[0] + expected[1]) / 2)
+        assert torch.equal(output, torch.cat([model(some) for some, _ in halves]))
+        assert not output.requires_grad
+        gradients = pipe.gradients()
+        assert pipe.evaluate(x, target=y, losses=losses, return_outputs=True)[1].equal(output)
+        assert losses == expected
+        pipe.zero_grad()
+        # A step that returns no outputs does the same.
+        assert torch.equal(pipe.step(x, target=y), loss)
+        assert all(torch.equal(one, gradients[name]) for name, one in pipe.gradients().items())
+    with pytest.raises(TypeError, match=r"losses must be a list to fill; got \(\)"):
+        pipe.step(x, target=y, losses=())
+
+
+def test_step_returns_outputs_and_losses(backend):
+    drive(get_outputs_and_losses, 3, backend=backend)
+
+
+class Tokens(nn.Module):
+    """Scores of ten words for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(10, 8)
+        self.out = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(x).tanh())
+
+
+def loss_of_tokens(scores: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
+    return total, (target != -1).sum()
+
+
+def mean_over_tokens(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    total, count = loss_of_tokens(model(x), y)
+    return total / count
+
+
+def batch_of_tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight sentences of other lengths. Half of the micro-batches have few tokens, and the first of four none."""
+    x = torch.randint(10, (8, 12))
+    y = torch.randint(10, (8, 12))
+    for sentence, length in enumerate((0, 0, 12, 3, 1, 7, 12, 12)):
+        y[sentence, length:] = -1
+    return x, y
+
+
+def assert_close_gradients(pipe: Any, model: nn.Module) -> None:
+    found = pipe.gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+def train_by_tokens() -> None:
+    for schedule in ("1F1B", "zero-bubble"):
+        for rematerialize in (False, True):
+            model = nn.Sequential(*Tokens().children())
+            pipe = make_pipe(
+                nn.Sequential(*Tokens().children()),
+                loss_fn=loss_of_tokens,
+                loss=None,
+                schedule=schedule,
+                rematerialize=rematerialize,
+            )
+            # Gradients add up over three steps, of which the first does not know yet that losses have counts.
+            for _ in range(3):
+                x, y = batch_of_tokens()
+                losses: list[Any] = []
+                loss = pipe.step(x, target=y, losses=losses)
+                expected = mean_over_tokens(model, x, y)
+                expected.backward()
+                torch.testing.assert_close(loss, expected.detach())
+                assert [count for _, count in losses] == [0, 15, 8, 24]
+                assert_close_gradients(pipe, model)
+                torch.testing.assert_close(pipe.evaluate(x, target=y), expected.detach())
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm)
+            assert_close_gradients(pipe, model)
+            with pytest.raises(RuntimeError, match="the counts that the loss returned with its sums are 0"):
+                pipe.step(x, target=torch.full_like(y, -1))
+            # The failed step has been undone, and left the gradients of earlier ones.
+            assert_close_gradients(pipe, model)
+
+
+def test_a_loss_with_counts_is_a_mean_over_the_batch(backend):
+    drive(train_by_tokens, 3, backend=backend)
+
+
+def sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.mse_loss(output, target, reduction="sum"), output.numel()
+
+
+def fail_between_two_counted_steps() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Failing())
+    pipe = make_pipe(model, loss=sum_of_squares, chunks=2)
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    wrong = torch.full((6, 8), 1e4)
+    pipe.step(x, target=y)
+    with pytest.raises(RuntimeError, match="too much of it"):
+        pipe.step(wrong, target=y)
+    F.mse_loss(model(x), y).backward()
+    assert_close_gradients(pipe, model)
+
+
+def test_a_failed_step_leaves_the_gradients_of_a_counted_one(backend):
+    drive(fail_between_two_counted_steps, 3, backend=backend)
+
+
+def loss_of_two_kinds(output: torch.Tensor, target: torch.Tensor) -> Any:
+    loss = F.mse_loss(output, target)
+    return (loss, 1) if (target > 0).all() else loss
+
+
+def return_counts_sometimes() -> None:
+    x, y = torch.randn(8, 8), torch.ones(8, 4)
+    for first, second in ((-y, y), (torch.cat([y[:4], -y[:4]]),) * 2):
+        pipe = make_pipe(small_model(), loss=loss_of_two_kinds)
+        with pytest.raises(RuntimeError, match=r"the loss must return \(sum, count\) always or never"):
+            [pipe.step(x, target=target) for target in (first, second)]
+
+
+def test_a_loss_has_counts_always_or_never(backend):
+    drive(return_counts_sometimes, 3, backend=backend)
+
+
+def use_torchs_names() -> None:
+    pipe = make_pipe(small_model(), loss=None, chunks=None, n_microbatches=3, loss_fn=F.l1_loss)
+    assert pipe.chunks == 3
+    assert pipe.loss is F.l1_loss
+    with pytest.raises(ValueError, match="n_microbatches is another name of chunks: give one of them; got chunks=2"):
+        make_pipe(small_model(), chunks=2, n_microbatches=2)
+    with pytest.raises(ValueError, match="loss_fn is another name of loss: give one of them"):
+        make_pipe(small_model(), loss_fn=F.l1_loss)
+    with pytest.raises(ValueError, match="n_microbatches must be"):
+        make_pipe(small_model(), chunks=None, n_microbatches=0)
+
+
+def test_torchs_names_of_arguments_are_accepted():
+    drive(use_torchs_names, 3)
