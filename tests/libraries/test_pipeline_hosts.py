@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 from ._jobs import KILLED, Stalls, drive, eventually, on, processes_of, small_model
-from ._pipelines import Twins, make_pipe
+from ._pipelines import Failing, Twins, make_pipe
 
 # ------------------------------------------------------------------------------------------------------- threads
 
@@ -202,3 +202,42 @@ def end_behind_a_step_of_the_optimizer() -> None:
 
 def test_shutdown_does_not_wait_for_a_pipeline(backend):
     drive(end_behind_a_step_of_the_optimizer, 3, backend=backend)
+
+
+# ------------------------------------------------------------------------------------------- a cut that is lost
+
+
+def lose(host: str, *cut: Any) -> None:
+    """Stand in for `_host.cut`, as if the message had been lost."""
+
+
+def lose_cuts() -> None:
+    from torch_ucx_rpc.pipeline import _host
+
+    _host.cut = lose
+
+
+class Slow(nn.Linear):
+    """A layer that still sends values when the next stage has begun the next epoch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3)
+        return super().forward(x)
+
+
+def fail_without_cuts() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    on("worker1", lose_cuts)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    for first in (nn.Linear(8, 8), Slow(8, 8)):
+        pipe = make_pipe([first, Failing()], step_timeout=10)
+        good = pipe.step(x, target=y)
+        pipe.zero_grad()
+        with pytest.raises(StageError, match="too much of it"):
+            pipe.step(torch.full((8, 8), 1e5), target=y)
+        assert torch.equal(pipe.step(x, target=y), good)
+
+
+def test_a_host_that_misses_a_cut_begins_the_next_epoch(backend):
+    drive(fail_without_cuts, 3, backend=backend, timeout=60)

@@ -5,6 +5,8 @@
 1. In an epoch the driver's messages are numbered from 0. Every host carries them out in turn.
 2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, or a worker is given up. Every host
    carries out all messages before that one and none from it on. A host that has already carried out its call undoes it.
+   The driver's questions repeat the cut, so no host misses it. A host may learn from another that the epoch is over. It
+   then stops its call, and waits for the cut.
 3. The next epoch begins when each host has said so, or has been given up. Only then does the driver send orders again.
 4. The number fences. Orders, values between stages and outcomes travel in boxes of the receiver, in its epoch: those of
    another epoch are dropped. The driver no longer uses the box of a worker that it has given up. If that worker comes
@@ -103,6 +105,7 @@ class _Epoch:
         gone: the reason why a row's worker is given up.
         at: the message at which the epoch ends, if it does.
         reason: the reason, if no worker is to blame.
+        cut: the end of the epoch as the hosts learn it.
     """
 
     def __init__(self, number: int, places: Sequence[Place]) -> None:
@@ -113,6 +116,7 @@ class _Epoch:
         self.gone: dict[int, str] = {}
         self.at: int | None = None
         self.reason: str | None = None
+        self.cut: _host.Cut | None = None
         self._lock = threading.RLock()
 
     def note(self, number: int, row: int, outcome: Outcome) -> None:
@@ -134,12 +138,14 @@ class _Epoch:
                 return
             self.at = at
             spoils = any(message.adds_gradients for message in self.messages if message.number >= at)
+            cut = self.cut = _host.Cut(self.number + 1, at, spoils)
             for row, place in enumerate(self.places):
                 if place.is_here:
-                    _host.cut(place.host, self.number + 1, at, spoils)
+                    _host.cut(place.host, cut)
                 elif row not in self.gone:
+                    # If it is lost on the way, the next question repeats it.
                     with contextlib.suppress(RuntimeError):  # its end is known already
-                        rpc.rpc_async(place.info, _host.cut, (place.host, self.number + 1, at, spoils), timeout=0)
+                        rpc.rpc_async(place.info, _host.cut, (place.host, cut), timeout=0)
 
 
 class _Question:
@@ -152,14 +158,14 @@ class _Question:
         self._silence_s = 0.0
         self._answer = ""
 
-    def look(self, passed_s: float) -> str | None:
-        """Say why the worker is to be given up, if so."""
+    def look(self, passed_s: float, cut: _host.Cut | None) -> str | None:
+        """Say why the worker is to be given up, if so. A question repeats the ``cut``."""
         if self._call is None:
             if time.monotonic() >= self._next:
                 self._next = time.monotonic() + _ASKING_S
                 self._silence_s = 0.0
                 try:
-                    self._call = rpc.rpc_async(self._place.info, _host.progress, (self._place.host,), timeout=0)
+                    self._call = rpc.rpc_async(self._place.info, _host.progress, (self._place.host, cut), timeout=0)
                 except RuntimeError as error:
                     return str(error)
         elif self._call.done():
@@ -277,7 +283,7 @@ class Crew:
                 if not timed_out(error):
                     raise
             now = time.monotonic()
-            reason, looked = question.look(min(now - looked, 2 * _SLICE_S)), now
+            reason, looked = question.look(min(now - looked, 2 * _SLICE_S), self._epoch.cut), now
         return reason
 
     def send_later(self, name: str, payload: Any) -> None:
@@ -317,7 +323,7 @@ class Crew:
             if outcome is not None:
                 epoch.note(number, row, outcome)
             else:
-                watch.look({row for _, row in still}, epoch)
+                watch.look({row for _, row in still}, epoch, epoch.cut)
         if epoch.gone:
             epoch.end(0)
 
@@ -367,7 +373,7 @@ class Crew:
             if self._take(still[0], "begins") is not None:
                 begun.add(still[0])
             else:
-                watch.look(still, epoch)
+                watch.look(still, epoch, ended.cut)
         ended.gone.update(epoch.gone)
         epoch.gone.clear()
         for row in ended.gone:
@@ -466,8 +472,8 @@ class _Watch:
         self._begin = self._looked = time.monotonic()
         self._questions: dict[int, _Question] = {}
 
-    def look(self, rows: Iterable[int], epoch: _Epoch) -> None:
-        """Give up workers that are silent, or busy for too long."""
+    def look(self, rows: Iterable[int], epoch: _Epoch, cut: _host.Cut | None) -> None:
+        """Give up workers that are silent, or busy for too long, in ``epoch``. The others are told of the ``cut``."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * _SLICE_S), now
         busy = []
@@ -475,7 +481,7 @@ class _Watch:
             if row not in self._questions:
                 self._questions[row] = _Question(self._places[row])
             question = self._questions[row]
-            if (reason := question.look(passed)) is not None:
+            if (reason := question.look(passed, cut)) is not None:
                 epoch.give_up(row, reason)
             elif question.is_busy:
                 busy.append(row)

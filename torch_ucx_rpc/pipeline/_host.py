@@ -36,12 +36,12 @@ from torch_ucx_rpc.pipeline._messages import Failure, HostConfig
 from torch_ucx_rpc.pipeline._run import failure_of
 from torch_ucx_rpc.pipeline._stages import Stages
 
-__all__ = ["Host", "close", "create", "cut", "find", "hosts_here", "prepare", "progress"]
+__all__ = ["Cut", "Host", "close", "create", "cut", "find", "hosts_here", "prepare", "progress"]
 
 Outcome = tuple[Any, ...]
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """The end of an epoch: neither messages from number ``at`` on nor kept orders are carried out in it."""
 
     epoch: int
@@ -64,7 +64,7 @@ class Host:
         # known.
         self._epoch = config.epoch
         self._number = 0
-        self._cut: _Cut | None = None
+        self._cut: Cut | None = None
         # The message that has failed in this epoch: the epoch, its number, its outcome.
         self._failure: tuple[int, int, Outcome] | None = None
         self._is_idle = True
@@ -83,14 +83,13 @@ class Host:
 
     # ------------------------------------------------------------------------------------------- for other threads
 
-    def cut(self, epoch: int, at: int, spoils: bool) -> None:
+    def cut(self, cut: Cut) -> None:
         """End this epoch at a message. A later call may lower the number."""
         with self._lock:
-            if epoch <= self._epoch:
+            if cut.epoch <= self._epoch:
                 return
-            if self._cut is not None:
-                at, spoils = min(at, self._cut.at), spoils or self._cut.spoils
-            self._cut = _Cut(epoch, at, spoils)
+            if self._cut is None or cut.at < self._cut.at:
+                self._cut = cut
             self._end_if_reached()
 
     def close(self) -> None:
@@ -208,6 +207,10 @@ class Host:
             self._box.advance(self._cut.epoch)
 
     def _begin_epoch(self) -> None:
+        self._is_idle = True
+        with contextlib.suppress(EpochEnded):
+            # Another host may know of the end before this one does.
+            self._box.take(self._epoch, self._config.driver, "end")
         with self._lock:
             ended, self._cut = self._cut, None
             if ended is None or self._is_closed:
@@ -215,7 +218,6 @@ class Host:
             epoch, number = self._epoch, self._number
             self._epoch, self._number = ended.epoch, 0
             self._box.advance(ended.epoch)
-        self._is_idle = True
         self._failure = None
         self.exchange.clear()
         self.stages.end_epoch(ended.at, ended.spoils)
@@ -272,16 +274,19 @@ def create(config: HostConfig) -> Outcome:
     }
 
 
-def cut(host: str, epoch: int, at: int, spoils: bool) -> None:
+def cut(host: str, cut: Cut) -> None:
     """End the epoch of a host. See `Host.cut`."""
     if (found := _hosts.get(host)) is not None:
-        found.cut(epoch, at, spoils)
+        found.cut(cut)
 
 
-def progress(host: str) -> str:
-    """Return the state of a host; "closed" if there is none."""
-    found = _hosts.get(host)
-    return "closed" if found is None else found.progress()
+def progress(host: str, cut: Cut | None) -> str:
+    """Return the state of a host; "closed" if there is none. It is told of the ``cut``, if there is one."""
+    if (found := _hosts.get(host)) is None:
+        return "closed"
+    if cut is not None:
+        found.cut(cut)
+    return found.progress()
 
 
 def close(host: str) -> None:
