@@ -239,36 +239,37 @@ def make_linear(seed: int) -> nn.Module:
 
 def keep_remote_modules(folder: str) -> None:
     from torch_ucx_rpc import checkpoint
+    from torch_ucx_rpc.checkpoint import remote_modules
 
     remote = RemoteModule("worker1/cpu", Table, args=(10,))
     local = Table(10)
-    state = remote.state_dict()
+    state = remote_modules.state_dict(remote)
     assert all(torch.equal(value, local.state_dict()[name]) for name, value in state.items())
-    assert remote.train() is remote
+    assert remote_modules.train(remote) is remote
     index = torch.arange(10)
     assert not torch.equal(remote(index), remote(index))
-    remote.eval()
+    remote_modules.eval(remote)
     assert not remote.training
     assert torch.equal(remote(index), local.eval()(index))
-    assert remote.requires_grad_(False) is remote
+    assert remote_modules.requires_grad_(remote, False) is remote
     assert [on("worker1", wants_gradient, one) for one in remote.remote_parameters()] == [False]
-    remote.requires_grad_(True)
+    remote_modules.requires_grad_(remote, True)
     on("worker1", give_gradients, remote.get_module_rref())
     assert on("worker1", has_gradients, remote.get_module_rref())
-    remote.zero_grad()
+    remote_modules.zero_grad(remote)
     assert not on("worker1", has_gradients, remote.get_module_rref())
 
     rref = rpc.remote("worker2", make_linear, args=(1,))
     checkpoint.save({"emb": remote, "nested": {"head": rref, "here": small_model()}}, Path(folder, "ckpt"))
     changed = {name: torch.zeros_like(value) for name, value in state.items()}
-    assert remote.load_state_dict(changed).missing_keys == []
-    assert remote.state_dict()["embedding.weight"].abs().sum() == 0
+    assert remote_modules.load_state_dict(remote, changed).missing_keys == []
+    assert remote_modules.state_dict(remote)["embedding.weight"].abs().sum() == 0
     with pytest.raises(RuntimeError, match="Missing key"):
-        remote.load_state_dict({})
-    assert remote.load_state_dict({}, strict=False).missing_keys == ["embedding.weight"]
+        remote_modules.load_state_dict(remote, {})
+    assert remote_modules.load_state_dict(remote, {}, strict=False).missing_keys == ["embedding.weight"]
     other, here = rpc.remote("worker1", make_linear, args=(2,)), small_model(5)
     checkpoint.load({"emb": remote, "nested": {"head": other, "here": here}}, Path(folder, "ckpt"))
-    assert torch.equal(remote.state_dict()["embedding.weight"], local.embedding.weight)
+    assert torch.equal(remote_modules.state_dict(remote)["embedding.weight"], local.embedding.weight)
     assert torch.equal(on("worker1", weight_of, other), make_linear(1).weight)
     assert torch.equal(here[0].weight, small_model()[0].weight)
     found = {"emb": Table(10).state_dict()}
@@ -301,12 +302,11 @@ def into_its_own_folder(path: str, real: str) -> None:
     """A writer that puts the files for ``path`` elsewhere, as on a host that does not share it."""
     from torch_ucx_rpc.checkpoint import storage
 
-    begin = storage.Writer.__init__
+    def astray(self: Any, is_coordinator: bool) -> None:
+        if str(self.path) == path:
+            self.reset(real)
 
-    def astray(self: Any, wanted: str, session: str) -> None:
-        begin(self, real if wanted == path else wanted, session)
-
-    storage.Writer.__init__ = astray  # type: ignore[method-assign]
+    storage.Writer.set_up_storage_writer = astray  # type: ignore[method-assign]
 
 
 def find_the_folder(folder: str) -> None:

@@ -67,6 +67,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "reduction.hook": (reduction.hook, {"state": object.__new__(reduction.State), "bucket": None}),
     "reduction.serve": (reduction.serve, {"hosts": "ps0"}),
     "checkpoint.save": (checkpoint.save, {"state": {}, "path": "/nowhere"}),
+    "checkpoint.async_save": (checkpoint.async_save, {"state": {}, "path": "/nowhere"}),
     "checkpoint.load": (checkpoint.load, {"state": {}, "path": "/nowhere"}),
     "pipeline.Built": (pipeline.Built, {"what": "package:name"}),
     "pipeline.DistributedPipeline": (
@@ -98,7 +99,18 @@ TAKES_NONE = {
     "reduction.push_pull_async": {"quorum"},
     "reduction.state": {"quorum", "process_group", "model", "optimizer"},
     "reduction.serve": {"trainers", "parameters", "optimizer", "checkpoint", "name"},
-    "pipeline.DistributedPipeline": {"balance", "split_spec", "stages_per_worker", "loss", "step_timeout"},
+    "checkpoint.save": {"storage_writer", "planner", "timeout"},
+    "checkpoint.load": {"storage_reader", "planner", "timeout"},
+    "pipeline.DistributedPipeline": {
+        "balance",
+        "split_spec",
+        "chunks",
+        "n_microbatches",
+        "stages_per_worker",
+        "loss",
+        "loss_fn",
+        "step_timeout",
+    },
 }
 TAKES_AN_EMPTY_LIST = {
     "UcxRpcBackendOptions": {"devices"},

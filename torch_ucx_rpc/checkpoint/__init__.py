@@ -7,10 +7,9 @@
 
 Every worker writes and reads its own part; planners, files and metadata are DCP's, plans and results travel as RPC's
 returns. Names are those of the undivided model, so ``dcp.load(..., no_dist=True)`` and ``dcp_to_torch_save`` read the
-files in one process. Importing this package also gives ``RemoteModule`` the methods of nn.Module that torch refuses:
-``state_dict``, ``load_state_dict``, ``train``, ``eval``, ``requires_grad_``, ``zero_grad``.
+files in one process. `remote_modules` has the methods of nn.Module that torch's ``RemoteModule`` refuses.
 
-* `save`, `load`     the two functions
+* `save`, `load`     the two functions; `async_save` is torch's name of an asynchronous save
 * `SaveFuture`       the result of an asynchronous save
 * `CheckpointError`  the failure of both
 * `Part`             the result of an object whose workers save it
@@ -22,14 +21,12 @@ How it is laid out:
 * ``storage``         DCP's files, safe against an end in the middle
 * ``saving``          `save`
 * ``loading``         `load`
-* ``remote_modules``  the methods of RemoteModule
+* ``remote_modules``  methods of nn.Module for a RemoteModule
 """
 
+from torch_ucx_rpc.checkpoint import remote_modules
 from torch_ucx_rpc.checkpoint.loading import load
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part
-from torch_ucx_rpc.checkpoint.remote_modules import install as _install
-from torch_ucx_rpc.checkpoint.saving import SaveFuture, save
+from torch_ucx_rpc.checkpoint.saving import SaveFuture, async_save, save
 
-_install()
-
-__all__ = ["CheckpointError", "Part", "SaveFuture", "load", "save"]
+__all__ = ["CheckpointError", "Part", "SaveFuture", "async_save", "load", "remote_modules", "save"]

@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_ucx_rpc._arguments import check_path, check_type
+from torch_ucx_rpc._arguments import check_type
 from torch_ucx_rpc.checkpoint import storage
-from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
+from torch_ucx_rpc.checkpoint.parts import (
+    CheckpointError,
+    Part,
+    Path,
+    by_worker,
+    check_wishes,
+    parts_of,
+    run_everywhere,
+    under,
+)
 from torch_ucx_rpc.checkpoint.saving import await_saves_into
 
 __all__ = ["load"]
@@ -27,32 +37,61 @@ __all__ = ["load"]
 _LARGE = 1 << 18
 
 # Loads between their two rounds.
-_planned: dict[str, tuple[Any, Any, Any, dict[str, Any], Sequence[tuple[Path, Part]]]] = {}
+_planned: dict[str, tuple[StorageReader, LoadPlanner, dict[str, Any], Sequence[tuple[Path, Part]]]] = {}
 
 
-def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def load(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    timeout: float | None = None,
+) -> None:
     """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
 
     Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Waits
     for an unfinished save into the folder.
 
+    Args:
+        state: as in `save`.
+        path: the folder.
+        storage_reader: DCP's, such as ``FsspecReader("s3://...")``, in place of files in a folder. Each worker gets a
+            pickled copy. ``path``, if given, resets it.
+        planner: DCP's; by default a ``DefaultLoadPlanner``. Each worker gets a pickled copy.
+        timeout: as in `save`: seconds for planning, and again for reading.
+
     Raises CheckpointError, which names the worker and any missing entries; FileNotFoundError without a checkpoint.
     """
     check_type("state", Mapping, "a dict", state)
-    check_path("path", path)
-    path = str(pathlib.Path(path).absolute())
-    await_saves_into(path)
-    if not pathlib.Path(path).is_dir():
-        # This raises the error for a folder without a checkpoint.
-        storage.read_metadata(path)
+    check_wishes(path, storage_reader=(storage_reader, StorageReader), planner=(planner, LoadPlanner), timeout=timeout)
+    if storage_reader is not None:
+        if path is not None:
+            storage_reader.reset(path)
+        turn: Any = contextlib.nullcontext()
+    else:
+        assert path is not None
+        path = str(pathlib.Path(path).absolute())
+        await_saves_into(path)
+        turn, storage_reader = _turn_in(path), storage.Reader(path)
+        if not pathlib.Path(path).is_dir():
+            # This raises the error for a folder without a checkpoint.
+            storage_reader.read_metadata()
+    planner = DefaultLoadPlanner() if planner is None else planner
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
     try:
-        with _turn_in(path):
-            storage.read_metadata(path)
-            plans = {worker: (session, path, some) for worker, some in mine.items()}
-            run_everywhere("reading a checkpoint", _plan, plans)
-            run_everywhere("reading a checkpoint", _read, dict.fromkeys(mine, (session,)))
+        with turn:
+            storage_reader.read_metadata()
+            plans = run_everywhere(
+                "reading a checkpoint",
+                _plan,
+                {worker: (session, storage_reader, planner, some, worker is None) for worker, some in mine.items()},
+                timeout,
+            )
+            central = storage_reader.prepare_global_plan(planner.create_global_plan(list(plans.values())))
+            arguments = {worker: (session, plan) for worker, plan in zip(plans, central, strict=True)}
+            run_everywhere("reading a checkpoint", _read, arguments, timeout)
     except BaseException:
         _forget_everywhere(session, list(mine))
         raise
@@ -68,10 +107,12 @@ def _turn_in(path: str) -> Iterator[None]:
         yield
 
 
-def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
+def _plan(
+    session: str, reader: StorageReader, planner: LoadPlanner, parts: Sequence[tuple[Path, Part]], is_caller: bool
+) -> LoadPlan:
     """Plan the parts of the files that this worker wants. Raises if the files lack one."""
-    reader = FileSystemReader(path)
-    metadata = storage.read_metadata(path)
+    metadata = reader.read_metadata()
+    where = f"the checkpoint at {str(getattr(reader, 'path', reader))!r}"
     paths: Mapping[str, Path] = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
     state: dict[str, Any] = {}
     for place, part in parts:
@@ -85,27 +126,28 @@ def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
             continue
         if not saved:
             raise CheckpointError(
-                f"the checkpoint at {path!r} has nothing under {'.'.join(key)!r}; it has "
+                f"{where} has nothing under {'.'.join(key)!r}; it has "
                 f"{', '.join(sorted({str(full[0]) for full in paths.values()}))}"
             )
         try:
             under(place, part.template(*part.args, saved), state)
         except ValueError as error:
-            raise CheckpointError(f"{'.'.join(key)!r} of the checkpoint at {path!r} does not fit: {error}") from error
-    planner = DefaultLoadPlanner()
+            raise CheckpointError(f"{'.'.join(key)!r} of {where} does not fit: {error}") from error
     try:
-        planner.set_up_planner(state, metadata, False)
-        reader.set_up_storage_reader(metadata, False)
+        planner.set_up_planner(state, metadata, is_caller)
+        reader.set_up_storage_reader(metadata, is_caller)
         plan = reader.prepare_local_plan(planner.create_local_plan())
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint at {path!r} is of another model: {error}") from error
-    _planned[session] = reader, planner, planner.finish_plan(plan), state, parts
+        raise CheckpointError(f"{where} is of another model: {error}") from error
+    _planned[session] = reader, planner, state, parts
+    return plan
 
 
-def _read(session: str) -> None:
-    reader, planner, plan, state, parts = _planned.pop(session)
+def _read(session: str, plan: LoadPlan) -> None:
+    reader, planner, state, parts = _planned.pop(session)
+    plan = planner.finish_plan(plan)
     with torch.no_grad():
-        for bite in _bites(plan):
+        for bite in _bites(plan) if isinstance(reader, FileSystemReader) else (plan,):
             reader.read_data(bite, planner).wait()
     for place, part in parts:
         found = state

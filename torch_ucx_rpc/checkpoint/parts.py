@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +15,13 @@ from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
+from torch_ucx_rpc._arguments import check_number, check_path, check_type, wrong_value
 from torch_ucx_rpc.checkpoint import optimizers
 
-__all__ = ["CheckpointError", "Part", "Path", "parts_of", "run_everywhere", "under"]
+__all__ = ["CheckpointError", "Part", "Path", "check_wishes", "parts_of", "run_everywhere", "under"]
+
+# Seconds between two questions to a worker that has not answered.
+_ASKING_S = 1.0
 
 # The keys from the top of a state down to a value.
 Path = tuple[Any, ...]
@@ -43,6 +50,19 @@ class Part(NamedTuple):
     """Whether a checkpoint without this part can be loaded."""
 
 
+def check_wishes(path: Any, *, timeout: float | None, **objects: tuple[Any, type]) -> None:
+    """Check arguments of `save` and `load`: a path or a storage, and objects of DCP, given with their class."""
+    for name, (value, kind) in objects.items():
+        if value is not None:
+            check_type(name, kind, f"a torch.distributed.checkpoint.{kind.__name__}", value)
+    if path is not None or all(value is None for name, (value, _) in objects.items() if name.startswith("storage")):
+        check_path("path", path)
+    if timeout is not None:
+        check_number("timeout", timeout)
+        if timeout <= 0:
+            raise wrong_value("timeout", "above 0", timeout)
+
+
 def parts_of(state: Mapping[str, Any]) -> list[tuple[Path, Part]]:
     """Collect the parts of a state, each with its path."""
     return list(_walk((), state))
@@ -55,6 +75,11 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
     elif isinstance(value, (_RemoteModule, PyRRef)):
         rref = value.get_module_rref() if isinstance(value, _RemoteModule) else value
         yield path, Part(rref.owner_name(), _state_behind, _room_behind, _set_state_behind, (rref,))
+    elif hasattr(value, "remote_optimizers"):
+        # A DistributedOptimizer: an optimizer on each worker.
+        for number, rref in enumerate(value.remote_optimizers):
+            args = (rref,)
+            yield (*path, f"{number}"), Part(rref.owner_name(), _state_behind, _room_behind, _set_state_behind, args)
     elif isinstance(value, (nn.Module, Stateful)):
         yield path, _of_stateful(value)
     elif isinstance(value, Mapping):
@@ -73,6 +98,7 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
 def _is_leaf(value: Any) -> bool:
     return not (
         hasattr(value, "checkpoint_parts")
+        or hasattr(value, "remote_optimizers")
         or isinstance(value, (_RemoteModule, PyRRef, nn.Module, Mapping))
         or (isinstance(value, Stateful) and not isinstance(value, type))
     )
@@ -92,15 +118,15 @@ def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
 
 def _state_behind(rref: Any) -> dict[str, Any]:
     """Return the state of an RRef's object, on its owner."""
-    return _state(rref.local_value())
+    return _state(optimizers.of_torch(rref.local_value()))
 
 
 def _room_behind(rref: Any, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    return _room(rref.local_value(), saved)
+    return _room(optimizers.of_torch(rref.local_value()), saved)
 
 
 def _set_state_behind(rref: Any, state: dict[str, Any]) -> None:
-    _set_state(rref.local_value(), state)
+    _set_state(optimizers.of_torch(rref.local_value()), state)
 
 
 def _state(value: Any) -> dict[str, Any]:
@@ -113,6 +139,8 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _room(value: Any, saved: Mapping[Path, Any]) -> dict[str, Any]:
+    if isinstance(value, optimizers.Scripted):
+        return value.room(saved)
     return optimizers.room_in(value, saved) if isinstance(value, torch.optim.Optimizer) else _state(value)
 
 
@@ -162,11 +190,35 @@ def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any
         return False, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
+def _answer_of(worker: str, future: Any, until: float) -> Any:
+    """Wait for a worker's answer. Raises RuntimeError if it is late, or if the worker answers no questions."""
+    answered = threading.Event()
+    future.add_done_callback(lambda _: answered.set())
+    question: Any = None
+    while not answered.wait(max(0.0, min(_ASKING_S, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            raise CheckpointError("it has not done its part within the timeout")
+        if question is not None and question.done():
+            question.value()
+            question = None
+        if question is None:
+            # A call with rpc_timeout.
+            question = rpc.rpc_async(worker, own_name)
+    return future.value()
+
+
 def run_everywhere(
-    what: str, function: Callable[..., Any], arguments: Mapping[str | None, tuple[Any, ...]]
+    what: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str | None, tuple[Any, ...]],
+    timeout: float | None = None,
 ) -> dict[str | None, Any]:
-    """Call ``function`` on each worker with its arguments, and here with those under None. Raises CheckpointError for
-    the first failure."""
+    """Call ``function`` on each worker with its arguments, and here with those under None.
+
+    A worker may take ``timeout`` seconds, or as long as it likes with None, if it answers questions within
+    ``rpc_timeout``. Raises CheckpointError for the first failure.
+    """
+    until = math.inf if timeout is None else time.monotonic() + timeout
     futures = {}
     failures: list[tuple[str, Exception]] = []
     results: dict[str | None, Any] = {}
@@ -182,8 +234,9 @@ def run_everywhere(
         except Exception as error:
             failures.append((own_name() or "this process", error))
     for worker, future in futures.items():
+        assert worker is not None
         try:
-            succeeded, results[worker] = future.wait()
+            succeeded, results[worker] = _answer_of(worker, future, until)
         except RuntimeError as error:
             failures.append((worker, error))
         else:

@@ -1,12 +1,14 @@
 """`save`: every worker plans and writes its own part; the caller merges the plans and writes the metadata.
 
 Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of everything behind), the
-second writes. Tensors go only from their worker to the file.
+second writes. Tensors go only from their worker to the file. Planner and writer are DCP's. Each worker gets a pickled
+copy of both.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import io
 import os
 import pathlib
@@ -17,14 +19,23 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
 
-from torch_ucx_rpc._arguments import check_flag, check_path, check_type
+from torch_ucx_rpc._arguments import check_flag, check_type
 from torch_ucx_rpc.checkpoint import storage
-from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
+from torch_ucx_rpc.checkpoint.parts import (
+    CheckpointError,
+    Part,
+    Path,
+    by_worker,
+    check_wishes,
+    parts_of,
+    run_everywhere,
+    under,
+)
 
-__all__ = ["SaveFuture", "save"]
+__all__ = ["SaveFuture", "async_save", "save"]
 
 
 class SaveFuture(concurrent.futures.Future[None]):
@@ -37,7 +48,7 @@ class SaveFuture(concurrent.futures.Future[None]):
 
 
 # Saves between their two rounds: planner, writer, and the copies of an asynchronous one.
-_planned: dict[str, tuple[_Planner, storage.Writer, list[torch.Tensor]]] = {}
+_planned: dict[str, tuple[SavePlanner, StorageWriter, list[torch.Tensor]]] = {}
 # Copies of the last asynchronous save, for the next one: fresh memory costs more than the copying.
 _spare_memory: list[torch.Tensor] = []
 _staging = threading.Lock()
@@ -46,7 +57,22 @@ _last_into: dict[str, SaveFuture] = {}
 _turns = threading.Lock()
 
 
-def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous: bool = False) -> SaveFuture | None:
+def async_save(state: Mapping[str, Any], path: str | os.PathLike[str] | None = None, **wishes: Any) -> SaveFuture:
+    """Do `save` with ``asynchronous=True``: return its future once all is copied."""
+    future = save(state, path, asynchronous=True, **wishes)
+    assert future is not None
+    return future
+
+
+def save(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    asynchronous: bool = False,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    timeout: float | None = None,
+) -> SaveFuture | None:
     """Write ``state`` into the folder ``path``.
 
     Args:
@@ -56,47 +82,67 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
             checkpoint there are removed once the new one is whole.
         asynchronous: return as soon as each worker has copied its part, and write in the background. Saves into one
             folder are written one after the other, those of one process in the order of their calls.
+        storage_writer: DCP's, such as ``FsspecWriter("s3://...")``, in place of files in a folder. Each worker gets a
+            pickled copy. Its own rules decide what a save does to an earlier checkpoint; saves do not take turns.
+            ``path``, if given, resets it.
+        planner: DCP's; by default a ``DefaultSavePlanner``. Each worker gets a pickled copy.
+        timeout: seconds that a worker may take to plan its part, and again to write it. None: no limit. A worker that
+            answers no question for ``rpc_timeout`` has failed in any case.
 
     Returns None, or the future of an asynchronous save.
 
     Raises CheckpointError, which names the worker. The folder then keeps its earlier contents.
     """
     check_type("state", Mapping, "a dict", state)
-    check_path("path", path)
+    check_wishes(path, storage_writer=(storage_writer, StorageWriter), planner=(planner, SavePlanner), timeout=timeout)
     check_flag("asynchronous", asynchronous)
-    path = str(pathlib.Path(path).absolute())
     session = uuid.uuid4().hex[:12]
+    folder = None
+    if storage_writer is None:
+        assert path is not None
+        folder = str(pathlib.Path(path).absolute())
+        storage_writer = storage.Writer(folder, session)
+    elif path is not None:
+        storage_writer.reset(path)
+    writer, planner = storage_writer, DefaultSavePlanner() if planner is None else planner
     mine = by_worker(parts_of(state))
     workers = [None, *sorted(worker for worker in mine if worker is not None)]
     try:
         plans = run_everywhere(
-            "planning a checkpoint", _plan, {worker: (session, path, mine[worker], asynchronous) for worker in workers}
+            "planning a checkpoint",
+            _plan,
+            {worker: (session, writer, planner, mine[worker], worker is None, asynchronous) for worker in workers},
+            timeout,
         )
-        planner, writer, _ = _planned[session]
         central, metadata = planner.create_global_plan([plans[worker] for worker in workers])
         central = writer.prepare_global_plan(central)
     except BaseException:
-        _give_up(session, path, workers)
+        _give_up(session, folder, workers)
         raise
 
-    future, folder = SaveFuture(), os.path.realpath(path)
+    # Saves with a writer of the caller's do not wait for each other.
+    future, place = SaveFuture(), session if folder is None else os.path.realpath(folder)
     with _turns:
-        before, _last_into[folder] = _last_into.get(folder), future
+        before, _last_into[place] = _last_into.get(place), future
 
     def finish() -> None:
         try:
             # Two saves at a time would remove each other's files.
             if before is not None:
                 concurrent.futures.wait([before])
-            with storage.turn_in(path, to_save=True):
-                _write_everywhere(session, path, dict(zip(workers, central, strict=True)), writer, metadata)
+            with contextlib.nullcontext() if folder is None else storage.turn_in(folder, to_save=True):
+                plans = {worker: (session, plan) for worker, plan in zip(workers, central, strict=True)}
+                results = run_everywhere("writing a checkpoint", _write, plans, timeout)
+                if isinstance(writer, storage.Writer):
+                    _check_files(writer, results)
+                writer.finish(metadata, [results[worker] for worker in workers])
         except BaseException as error:
-            _give_up(session, path, workers)
+            _give_up(session, folder, workers)
             if isinstance(error, OSError):
                 raise CheckpointError(f"writing a checkpoint failed: {error}") from error
             raise
 
-    arguments = (future, folder, finish)
+    arguments = (future, place, finish)
     if asynchronous:
         threading.Thread(target=_finish_into, args=arguments, name=f"checkpoint {session}", daemon=True).start()
         return future
@@ -113,21 +159,16 @@ def await_saves_into(path: str) -> None:
         concurrent.futures.wait([last])
 
 
-def _write_everywhere(
-    session: str, path: str, plans: Mapping[str | None, SavePlan], writer: storage.Writer, metadata: Metadata
-) -> None:
-    arguments = {worker: (session, plan) for worker, plan in plans.items()}
-    results = run_everywhere("writing a checkpoint", _write, arguments)
-    for worker in plans:
-        if missing := writer.missing(results[worker]):
+def _check_files(writer: storage.Writer, results: Mapping[str | None, Any]) -> None:
+    for worker, written in results.items():
+        if missing := writer.missing(written):
             raise CheckpointError(
-                f"{worker!r} has written {missing}, which is not in {path!r} here: a checkpoint needs a folder that "
-                f"all workers share"
+                f"{worker!r} has written {missing}, which is not in {str(writer.path)!r} here: a checkpoint needs a "
+                f"folder that all workers share"
             )
-    writer.finish(metadata, [results[worker] for worker in plans])
 
 
-def _finish_into(future: SaveFuture, folder: str, finish: Callable[[], None]) -> None:
+def _finish_into(future: SaveFuture, place: str, finish: Callable[[], None]) -> None:
     try:
         finish()
     except BaseException as error:
@@ -136,22 +177,33 @@ def _finish_into(future: SaveFuture, folder: str, finish: Callable[[], None]) ->
         future.set_result(None)
     finally:
         with _turns:
-            if _last_into.get(folder) is future:
-                del _last_into[folder]
+            if _last_into.get(place) is future:
+                del _last_into[place]
 
 
 # ------------------------------------------------------------------------------------------------- on each worker
 
 
-def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]], stage: bool) -> SavePlan:
+def _plan(
+    session: str,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    parts: Sequence[tuple[Path, Part]],
+    is_caller: bool,
+    stage: bool,
+) -> SavePlan:
     state: dict[str, Any] = {}
     for place, part in parts:
         under(place, part.collect(*part.args), state)
-    planner, writer = _Planner(), storage.Writer(path, session)
-    planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=False)
-    writer.set_up_storage_writer(False)
+    copies: list[torch.Tensor] = []
+    if stage:
+        with _staging:
+            spare, _spare_memory[:] = list(_spare_memory), []
+        state = _staged(state, spare, copies)
+    planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_caller)
+    writer.set_up_storage_writer(is_caller)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    _planned[session] = planner, writer, planner.stage() if stage else []
+    _planned[session] = planner, writer, copies
     return plan
 
 
@@ -164,49 +216,41 @@ def _write(session: str, plan: SavePlan) -> list[Any]:
     return results
 
 
-def _drop(session: str, path: str) -> None:
+def _drop(session: str, folder: str | None) -> None:
     planned = _planned.pop(session, None)
     if planned is not None:
         _give_back(planned[2])
-    storage.remove_files_of(path, session)
+    if folder is not None:
+        storage.remove_files_of(folder, session)
 
 
-def _give_up(session: str, path: str, workers: Sequence[str | None]) -> None:
+def _give_up(session: str, folder: str | None, workers: Sequence[str | None]) -> None:
     """Forget a save on all workers that still live."""
     import torch.distributed.rpc as rpc
 
-    _drop(session, path)
+    _drop(session, folder)
     for worker in workers:
         if worker is not None:
             try:
-                rpc.rpc_async(worker, _drop, (session, path))
+                rpc.rpc_async(worker, _drop, (session, folder))
             except RuntimeError:
                 continue
 
 
-class _Pickled(io.BytesIO):
-    """Return the bytes that DCP writes for a value other than a tensor."""
-
-
-class _Planner(DefaultSavePlanner):
-    """DCP's planner, which can drop the state itself, so that later changes do not reach the file."""
-
-    def stage(self) -> list[torch.Tensor]:
-        """Replace all tensors by copies in CPU memory, and other values by pickles. Return the copies."""
-        with _staging:
-            spare, _spare_memory[:] = list(_spare_memory), []
-        copies: list[torch.Tensor] = []
-        for name, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor):
-                copies.append(_copy_into(spare, value.detach()))
-                self.state_dict[name] = copies[-1]
-            else:
-                self.state_dict[name] = _Pickled()
-                torch.save(value, self.state_dict[name])
-        return copies
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return object if isinstance(object, _Pickled) else super().transform_object(write_item, object)
+def _staged(value: Any, spare: list[torch.Tensor], copies: list[torch.Tensor]) -> Any:
+    """Copy a state, so that later changes do not reach the file. Its tensors are then in CPU memory, and in
+    ``copies``."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        copies.append(_copy_into(spare, value.detach()))
+        return copies[-1]
+    if isinstance(value, Mapping):
+        return {key: _staged(one, spare, copies) for key, one in value.items()}
+    if type(value) is list:
+        return [_staged(one, spare, copies) for one in value]
+    pickled = io.BytesIO()
+    torch.save(value, pickled)
+    pickled.seek(0)
+    return torch.load(pickled, weights_only=False)
 
 
 def _copy_into(spare: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-__all__ = ["Writer", "read_metadata", "turn_in"]
+__all__ = ["Reader", "Writer", "turn_in"]
 
 _logger = logging.getLogger("torch_ucx_rpc.checkpoint")
 
@@ -165,14 +165,17 @@ def remove_files_of(path: str, session: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def read_metadata(path: str) -> Metadata:
-    """Raise FileNotFoundError, with a sentence, if there is no checkpoint."""
-    try:
-        return FileSystemReader(path).read_metadata()
-    except FileNotFoundError:
-        folder = Path(path)
-        there = "there is no such folder" if not folder.is_dir() else f"{folder.resolve()} has no {_METADATA} file"
-        raise FileNotFoundError(
-            f"no checkpoint at {path!r}: {there}. A checkpoint is written by all workers and read by all, so the path "
-            f"must lead to the same place on all hosts."
-        ) from None
+class Reader(FileSystemReader):
+    """Reads the files of a folder."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raise FileNotFoundError, with a sentence, if there is no checkpoint."""
+        try:
+            return super().read_metadata(*args, **kwargs)
+        except FileNotFoundError:
+            folder = Path(self.path)
+            there = "there is no such folder" if not folder.is_dir() else f"{folder.resolve()} has no {_METADATA} file"
+            raise FileNotFoundError(
+                f"no checkpoint at {str(folder)!r}: {there}. A checkpoint is written by all workers and read by all, "
+                f"so the path must lead to the same place on all hosts."
+            ) from None
