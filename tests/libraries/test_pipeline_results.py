@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from ._jobs import drive, small_model
+from ._jobs import drive, drive_with_deaths, kill, small_model
 from ._pipelines import Failing, make_pipe
 
 
@@ -131,6 +131,33 @@ def fail_between_two_counted_steps() -> None:
 
 def test_a_failed_step_leaves_the_gradients_of_a_counted_one(backend):
     drive(fail_between_two_counted_steps, 3, backend=backend)
+
+
+def lose_a_worker_between_counted_steps(folder: str) -> None:
+    pipe = make_pipe(small_model(), loss=sum_of_squares, spares=["worker3"], schedule="zero-bubble")
+    other = make_pipe(small_model(), ["worker0", "worker1"], loss=sum_of_squares)
+    pipe.save(folder)
+    optimizers = [one.optimizer(torch.optim.SGD, lr=0.1) for one in (pipe, other)]
+    for number in range(6):
+        x, y = torch.randn(6, 8), torch.randn(6, 4)
+        if number == 3:
+            # Gradients of a step are on the workers, and still lack their factor.
+            kill("worker2")
+        losses: list[Any] = []
+        loss = pipe.step(x, target=y, losses=losses)
+        assert sum(count for _, count in losses) == 24
+        torch.testing.assert_close(loss, other.step(x, target=y))
+        if number % 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert pipe.workers == ["worker1", "worker3"]
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name])
+
+
+def test_a_spare_repeats_counted_steps(tmp_path):
+    drive_with_deaths(lose_a_worker_between_counted_steps, 4, (2,), str(tmp_path))
 
 
 def loss_of_two_kinds(output: torch.Tensor, target: torch.Tensor) -> Any:

@@ -21,7 +21,6 @@ How it is laid out, from the bottom up:
 * ``_values``     values between stages; micro-batches of a batch
 * ``_wiring``     the edges between stages
 * ``_schedule``   the actions of each worker: named schedules, torch's text, the proof that they end
-* ``_schedules``  the schedules of one pipeline, one for each number of micro-batches
 
 On a worker:
 

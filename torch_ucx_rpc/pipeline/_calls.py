@@ -1,21 +1,18 @@
-"""One batch as the workers get it: divided into micro-batches, and a request for each worker (`Call`)."""
+"""One batch as the workers get it: divided into micro-batches, with the settings that it depends on."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_ucx_rpc.pipeline._messages import Request
 from torch_ucx_rpc.pipeline._partition import Partition
-from torch_ucx_rpc.pipeline._schedule import Row
 from torch_ucx_rpc.pipeline._stage import Autocast
 from torch_ucx_rpc.pipeline._values import Packet, batch_size, pack, split
 from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
 
-__all__ = ["Call", "Circumstances", "circumstances", "divided", "packets"]
+__all__ = ["Circumstances", "circumstances", "divided", "packets"]
 
 
 class Circumstances(NamedTuple):
@@ -32,57 +29,6 @@ def circumstances(parameters: Mapping[str, torch.nn.Parameter]) -> Circumstances
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
     return Circumstances(autocast, tuple(one.requires_grad for one in parameters.values()))
-
-
-@dataclasses.dataclass
-class Call:
-    """One batch through the stages, before it is divided among the workers. See `Request`."""
-
-    key: tuple[str, int]
-    rows: Sequence[Row]
-    micro_batches: int
-    inputs: list[Any] | None = None
-    targets: list[Any] | None = None
-    number: int | None = None
-    """None: a new call gets the next number."""
-    grad: bool = True
-    to_driver: bool = False
-    output_gradients: list[Any] | None = None
-    input_gradients: bool = False
-    autocast: Autocast = ()
-    scale: float | None = None
-    record: bool = False
-    shows_output: bool = False
-    apart: bool = False
-
-    def request(
-        self,
-        row: int,
-        stages: Sequence[int],
-        inputs: Mapping[int, list[Packet]],
-        *,
-        is_last: bool,
-        is_known: bool,
-    ) -> Request:
-        """Return the request for the worker of this row; ``inputs`` are by stage."""
-        assert self.number is not None
-        return Request(
-            row_key=self.key,
-            row=None if is_known else self.rows[row],
-            call=self.number,
-            micro_batches=self.micro_batches,
-            inputs={stage: inputs[stage] for stage in stages if stage in inputs},
-            targets=self.targets if is_last or self.targets is None else [],
-            grad=self.grad,
-            to_driver=self.to_driver,
-            output_gradients=self.output_gradients if is_last else None,
-            input_gradients=self.input_gradients,
-            autocast=self.autocast,
-            scale=self.scale,
-            record=self.record,
-            shows_output=self.shows_output,
-            apart=self.apart,
-        )
 
 
 def divided(

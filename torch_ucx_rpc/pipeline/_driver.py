@@ -31,7 +31,7 @@ from torch_ucx_rpc.pipeline._function import call_with_autograd
 from torch_ucx_rpc.pipeline._optimizer import PipelineOptimizer
 from torch_ucx_rpc.pipeline._partition import close_to
 from torch_ucx_rpc.pipeline._recovery import Recovery
-from torch_ucx_rpc.pipeline._schedules import Schedules
+from torch_ucx_rpc.pipeline._schedule import Schedules
 
 __all__ = ["DistributedPipeline"]
 

@@ -16,12 +16,12 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 from torch_ucx_rpc.pipeline import _build, _host, _schedule
-from torch_ucx_rpc.pipeline._calls import Call, Circumstances, divided, packets
+from torch_ucx_rpc.pipeline._calls import Circumstances, divided, packets
 from torch_ucx_rpc.pipeline._crew import Crew, tell
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._messages import HostConfig
+from torch_ucx_rpc.pipeline._messages import HostConfig, Request
 from torch_ucx_rpc.pipeline._partition import Partition, lent_names
-from torch_ucx_rpc.pipeline._schedules import Schedules
+from torch_ucx_rpc.pipeline._schedule import Schedules
 from torch_ucx_rpc.pipeline._values import Packet, merge
 
 __all__ = ["Engine", "RemoteOptimizer"]
@@ -227,17 +227,15 @@ class Engine:
     ) -> Done:
         """Run forward and backward of a batch; without ``grad`` only forward. ``target`` and ``scale`` may be None."""
         count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
-        if grad:
-            call = Call(("step", count), self._schedules.of(count).rows, count, inputs, targets, scale=scale)
-            # Before the first loss nobody knows yet whether losses have counts.
-            call.apart = self._has_counts is not False
-        else:
-            call = Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False)
-        call.shows_output, call.record = shows_output, record
-        results = self._run(call, around)
+        rows = self._schedules.of(count).rows if grad else self._forward_rows(count)
+        # Before the first loss nobody knows yet whether losses have counts.
+        apart = grad and self._has_counts is not False
+        request = Request(("step" if grad else "forward", count), next(self._calls), count, targets=targets, grad=grad)
+        request = request._replace(scale=scale, shows_output=shows_output, record=record, apart=apart)
+        results = self._run(request, rows, inputs, around)
         last = results[self.crew.worker_of[-1]]
         self._has_counts = self._has_counts or "factor" in last
-        if call.apart:
+        if apart:
             self.crew.later("weigh", last.get("factor", 1.0))
         output = merge([value for value, _ in last["outputs"]]) if shows_output else None
         return Done(last["loss"], last["losses"], output, [result.get("events") for result in results])
@@ -252,20 +250,19 @@ class Engine:
     ) -> tuple[int, list[Any], list[Packet]]:
         """Run a forward. Returns the number of the call, and arguments and output of each micro-batch."""
         count, inputs, _ = self._divided(args, kwargs, ())
-        call = Call(("forward", count), self._forward_rows(count), count, inputs, grad=grad, to_driver=True)
-        results = self._run(call, around)
-        assert call.number is not None
-        return call.number, inputs, results[self.crew.worker_of[-1]]["outputs"]
+        request = Request(("forward", count), next(self._calls), count, grad=grad, to_driver=True)
+        results = self._run(request, self._forward_rows(count), inputs, around)
+        return request.call, inputs, results[self.crew.worker_of[-1]]["outputs"]
 
     def backward(self, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
         """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns those of its inputs, by
         stage."""
         count = len(gradients)
         rows = _schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
-        call = Call(("backward", count), rows, count, number=number)
-        call.output_gradients, call.input_gradients = gradients, input_gradients
+        request = Request(("backward", count), number, count)
+        request = request._replace(output_gradients=gradients, input_gradients=input_gradients)
         found: dict[int, Any] = {}
-        for result in self._run(call, None):
+        for result in self._run(request, rows, None, None):
             found.update(result.get("input_gradients", {}))
         return found
 
@@ -275,29 +272,29 @@ class Engine:
     def _divided(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
         return divided(self.partition, self.chunks, args, kwargs, target)
 
-    def _run(self, call: Call, around: Circumstances | None) -> list[dict[str, Any]]:
-        """Have all workers carry out a call. Returns each worker's answer. ``around`` is None for a backward, which
-        takes that of its forward."""
+    def _run(
+        self, request: Request, rows: Sequence[_schedule.Row], batch: list[Any] | None, around: Circumstances | None
+    ) -> list[dict[str, Any]]:
+        """Have all workers carry out a call. Returns each worker's answer. ``batch`` and ``around`` are None for a
+        backward, which takes those of its forward."""
         self.crew.check()
         if around is not None:
-            call.autocast = around.autocast
+            request = request._replace(autocast=around.autocast)
             self._train_only(around.trained)
-        inputs = {} if call.inputs is None else packets(self.specs, call.inputs, grad=call.to_driver and call.grad)
-        if call.number is None:
-            call.number = next(self._calls)
-        requests = [
-            call.request(
-                row,
-                stages,
-                inputs,
-                is_last=row == self.crew.worker_of[-1],
-                is_known=(row, call.key) in self._sent_rows,
+        inputs = {} if batch is None else packets(self.specs, batch, grad=request.to_driver and request.grad)
+        requests = []
+        for row, stages in enumerate(self.crew.stages_of):
+            mine = request._replace(
+                row=None if (row, request.row_key) in self._sent_rows else rows[row],
+                inputs={stage: inputs[stage] for stage in stages if stage in inputs},
             )
-            for row, stages in enumerate(self.crew.stages_of)
-        ]
+            if row != self.crew.worker_of[-1]:
+                # Only the last stage has a loss and an output.
+                mine = mine._replace(targets=None if mine.targets is None else [], output_gradients=None)
+            requests.append(mine)
         adds_gradients = requests[0].adds_gradients
         results: list[dict[str, Any]] = self.crew.settle(self.crew.send("run", requests, adds_gradients=adds_gradients))
-        self._sent_rows.update((row, call.key) for row in range(len(requests)))
+        self._sent_rows.update((row, request.row_key) for row in range(len(requests)))
         return results
 
     def _train_only(self, trained: tuple[bool, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,15 +47,15 @@ class Request(NamedTuple):
     """One call as one worker needs it: the payload of the order ``run``."""
 
     row_key: tuple[Any, ...]
-    row: Row | None
-    """None: the row that came with this key before."""
     call: int
     """The number under which the graphs of forward are kept."""
     micro_batches: int
-    inputs: dict[int, list[Packet]]
+    row: Row | None = None
+    """None: the row that came with this key before."""
+    inputs: Mapping[int, list[Packet]] = {}
     """Values of the batch, by stage, for each micro-batch."""
-    targets: list[tuple[Any, ...]] | None
-    grad: bool
+    targets: list[tuple[Any, ...]] | None = None
+    grad: bool = True
     to_driver: bool = False
     output_gradients: list[list[torch.Tensor | None]] | None = None
     input_gradients: bool = False

@@ -66,7 +66,7 @@ class Run:
         # Results for the driver: "loss", "losses", "factor", "outputs", "input_gradients", "events", as far as they
         # exist.
         self._result: dict[str, Any] = {}
-        self._events: list[tuple[str, float, float]] | None = [] if request.record else None
+        self._events: list[tuple[Action, float, float]] | None = [] if request.record else None
 
     def carry_out(self, row: Row) -> dict[str, Any]:
         """Run all actions in turn. Raises ActionError, AbortedError and LostPeerError."""
@@ -191,4 +191,4 @@ class Run:
     def _record(self, action: Action, begin: float) -> None:
         """Record an action that began at ``begin`` and has ended now."""
         if self._events is not None:
-            self._events.append((str(action), begin, time.time()))
+            self._events.append((action, begin, time.time()))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch_ucx_rpc.pipeline._errors import ScheduleError
 
-__all__ = ["NAMES", "Action", "Schedule", "build", "check", "is_text", "parse", "simulate", "to_text"]
+__all__ = ["NAMES", "Action", "Row", "Schedule", "Schedules", "backward_only", "forward_only", "parse"]
 
 NAMES = ("gpipe", "1F1B", "interleaved", "zero-bubble")
 
@@ -50,6 +50,37 @@ class Schedule:
         """The row of each stage."""
         found = {action.stage: number for number, row in enumerate(self.rows) for action in row}
         return tuple(found[stage] for stage in range(self.stages))
+
+
+class Schedules:
+    """The schedules of one pipeline, one for each number of micro-batches.
+
+    Args:
+        name: name of a schedule, or a text in torch's format.
+        workers: number of workers; each runs one row.
+        per_worker: number of stages; None: what the schedule says, or its default.
+
+    Raises ScheduleError if it cannot run.
+    """
+
+    def __init__(self, name: str, workers: int, per_worker: int | None) -> None:
+        self._name = name
+        self._workers = workers
+        self._known: dict[int, Schedule] = {}
+        if not _is_text(name):
+            self.stages = workers * (per_worker or _stages_per_worker(name))
+            return
+        self.stages = 1 + max(action.stage for row in parse(name) for action in row)
+        if per_worker is not None and per_worker * workers != self.stages:
+            raise ScheduleError(
+                f"the schedule has {self.stages} stages, and stages_per_worker={per_worker} asks for others"
+            )
+
+    def of(self, micro_batches: int) -> Schedule:
+        """Return the schedule of a step."""
+        if micro_batches not in self._known:
+            self._known[micro_batches] = _build(self._name, self._workers, self.stages, micro_batches)
+        return self._known[micro_batches]
 
 
 # ------------------------------------------------------------------------------------------------------------ text
@@ -86,38 +117,29 @@ def _words_of(cell: str) -> list[str]:
     return [cell] if cell else []
 
 
-def is_text(schedule: str) -> bool:
+def _is_text(schedule: str) -> bool:
     """Whether this is a schedule itself rather than the name of one; ``1F1B`` is a name."""
     return bool(re.search(r"\d+[FBIW]\d+\s*(,|\)|;|$)", schedule, re.MULTILINE))
-
-
-def to_text(rows: Sequence[Row]) -> str:
-    """Write a schedule as text, as `parse` and torch's ``_load_csv`` read it."""
-    return "\n".join(",".join(map(str, row)) for row in rows) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------- named schedules
 
 
-def build(name: str, workers: int, stages: int, micro_batches: int) -> Schedule:
+def _build(name: str, workers: int, stages: int, micro_batches: int) -> Schedule:
     """A named schedule, or one of torch's classes by its name (``"ZBVZeroBubble"``), or a text; checked."""
     key = name.lower().replace("_", "-")
     if key in {"gpipe", "fill-drain"}:
         rows = _gpipe(workers, stages, micro_batches)
-    elif key == "1f1b":
-        rows = _one_forward_one_backward(workers, stages, micro_batches)
-    elif key == "interleaved":
-        rows = _interleaved(workers, stages, micro_batches, zero_bubble=False)
-    elif key == "zero-bubble":
-        rows = _interleaved(workers, stages, micro_batches, zero_bubble=True)
-    elif is_text(name):
+    elif key in {"1f1b", "interleaved", "zero-bubble"}:
+        rows = _interleaved(workers, stages, micro_batches, zero_bubble=key == "zero-bubble")
+    elif _is_text(name):
         rows = parse(name)
     else:
         rows = _torchs(name, workers, stages, micro_batches)
-    return check(rows, workers=workers, stages=stages, micro_batches=micro_batches)
+    return _check(rows, workers=workers, stages=stages, micro_batches=micro_batches)
 
 
-def stages_per_worker(name: str) -> int:
+def _stages_per_worker(name: str) -> int:
     """Return how many stages a schedule gives each worker by default."""
     if name.lower() in {known.lower() for known in (*NAMES, "1f1b", "fill-drain", "zero_bubble")}:
         return 2 if name.lower() == "interleaved" else 1
@@ -171,24 +193,9 @@ def _gpipe(workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
     return tuple(first + second for first, second in zip(ahead, back, strict=True))
 
 
-def _one_forward_one_backward(workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
-    """Narayanan et al. 2019, https://arxiv.org/abs/1806.03377 (PipeDream-Flush): at most stages - stage graphs at a
-    time."""
-    if stages != workers:
-        return _interleaved(workers, stages, micro_batches, zero_bubble=False)
-    rows = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, micro_batches)
-        row = [Action(stage, "F", number) for number in range(ahead)]
-        for number in range(micro_batches - ahead):
-            row += [Action(stage, "F", ahead + number), Action(stage, "B", number)]
-        row += [Action(stage, "B", number) for number in range(micro_batches - ahead, micro_batches)]
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
 def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: bool) -> tuple[Row, ...]:
-    """Several stages a worker: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
+    """Several stages a worker: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; with one stage a worker 1F1B,
+    https://arxiv.org/abs/1806.03377 (PipeDream-Flush).
 
     With ``zero_bubble`` the weights' half of the backward is put off into what would be idle time: ZB1P of Qi et al.
     2023, https://arxiv.org/abs/2401.10241. The orders are those of torch's ScheduleInterleaved1F1B and
@@ -274,7 +281,7 @@ def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[R
 # ------------------------------------------------------------------------------------------------------- the proof
 
 
-def check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int) -> Schedule:
+def _check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int) -> Schedule:
     """Check rows. Raises ScheduleError, which names the fault and its place, if they could not end."""
     if len(rows) != workers:
         raise ScheduleError(
@@ -307,7 +314,7 @@ def check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int)
                 raise ScheduleError(f"{action} stands twice in line {worker + 1} of the schedule: take one out.")
             seen[action] = worker
     _check_complete(seen, stages, micro_batches)
-    simulate(rows, stages)
+    _check_ends(rows, stages)
     return Schedule(tuple(map(tuple, rows)), micro_batches, stages)
 
 
@@ -329,7 +336,7 @@ def _check_complete(seen: Mapping[Action, int], stages: int, micro_batches: int)
                 raise ScheduleError(f"the schedule lacks {missing}, of the backward of micro-batch {number}: add it.")
 
 
-def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
+def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
     """Return the actions that must come earlier: one of each tuple."""
     stage, kind, number = action
     if kind == "F":
@@ -342,49 +349,31 @@ def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
     return found
 
 
-def simulate(
-    rows: Sequence[Row], stages: int, durations: Mapping[str, float] | None = None
-) -> dict[Action, tuple[float, float]]:
-    """Compute when each action begins and ends if values travel in no time. Raises ScheduleError on a deadlock.
-
-    ``durations`` is how long an F, a B, an I and a W take, in any unit; each takes 1 by default.
-    """
-    durations = durations or {}
-    times: dict[Action, tuple[float, float]] = {}
+def _check_ends(rows: Sequence[Row], stages: int) -> None:
+    """Take the actions of all rows as soon as they can be taken. Raises ScheduleError on a deadlock."""
+    done: set[Action] = set()
     places = [0] * len(rows)
-    clocks = [0.0] * len(rows)
     progress = True
     while progress:
         progress = False
         for worker, row in enumerate(rows):
             while places[worker] < len(row):
                 action = row[places[worker]]
-                ready = clocks[worker]
-                for alternatives in needs(action, stages):
-                    done = [times[one][1] for one in alternatives if one in times]
-                    if not done:
-                        break
-                    ready = max(ready, min(done))
-                else:
-                    clocks[worker] = ready + durations.get(action.kind, 1.0)
-                    times[action] = (ready, clocks[worker])
-                    places[worker] += 1
-                    progress = True
-                    continue
-                break
+                if not all(any(one in done for one in some) for some in _needs(action, stages)):
+                    break
+                done.add(action)
+                places[worker] += 1
+                progress = True
     stuck = [worker for worker, row in enumerate(rows) if places[worker] < len(row)]
     if stuck:
-        raise ScheduleError(_deadlock(rows, places, stuck, times, stages))
-    return times
+        raise ScheduleError(_deadlock(rows, places, stuck, done, stages))
 
 
-def _deadlock(
-    rows: Sequence[Row], places: Sequence[int], stuck: Sequence[int], times: Mapping[Action, object], stages: int
-) -> str:
+def _deadlock(rows: Sequence[Row], places: Sequence[int], stuck: Sequence[int], done: set[Action], stages: int) -> str:
     waits = []
     for worker in stuck:
         action = rows[worker][places[worker]]
-        missing = next(some for some in needs(action, stages) if not any(one in times for one in some))
+        missing = next(some for some in _needs(action, stages) if not any(one in done for one in some))
         wanted = next((one for one in missing if any(one in row for row in rows)), missing[0])
         home = next((number for number, row in enumerate(rows) if wanted in row), None)
         where = "which no line has" if home is None else f"which comes later in line {home + 1}"

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_ucx_rpc.pipeline._schedule import Action, parse
+from torch_ucx_rpc.pipeline._schedule import Action
 
 __all__ = ["check_path", "write_chrome"]
 
-# Actions of each worker: an action's text, and its begin and end in seconds.
-Events = Sequence[Sequence[tuple[str, float, float]]]
+# Actions of each worker, with their begin and end in seconds.
+Events = Sequence[Sequence[tuple[Action, float, float]]]
 
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
@@ -24,13 +24,9 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{os.fspath(path)!r}: a trace is a Chrome trace, with a path that ends in .json")
 
 
-def _actions(events: Events) -> list[tuple[int, Action, float, float]]:
-    return [(row, parse(text)[0][0], begin, end) for row, some in enumerate(events) for text, begin, end in some]
-
-
 def write_chrome(path: Any, events: Events, workers: Sequence[str]) -> None:
     """Write a trace for chrome://tracing and Perfetto, with a process for each worker and a thread for each stage."""
-    actions = _actions(events)
+    actions = [(row, *event) for row, some in enumerate(events) for event in some]
     start = min(begin for _, _, begin, _ in actions)
     entries: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": row, "args": {"name": worker}} for row, worker in enumerate(workers)
