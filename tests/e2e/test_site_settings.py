@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed.rpc as rpc
 
 from tests.support import workers
 from torch_ucx_rpc.errors import JoinFailed
+
+KEEPS_LIMIT = {"TORCH_UCX_RPC_KEEP_NOFILE": "1"}
 
 # ---- In a job --------------------------------------------------------------------------------------------------------
 
@@ -32,9 +35,31 @@ def test_init_rpc_refuses_transports_without_a_network() -> None:
 
 
 def test_init_rpc_refuses_too_few_files_before_ucx_aborts() -> None:
-    [text] = workers.run_workers(1, refused, 30, init=False)
+    [text] = workers.run_workers(1, refused, 30, init=False, env=KEEPS_LIMIT)
     assert text.startswith("this process may open 30 files")
     assert "ulimit -n 65536" in text
+
+
+def limits_beside_rpc(rank: int, soft: int) -> tuple[int, int]:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    workers.init_rpc(rank)
+    rpc.shutdown()
+    with os.fdopen((ends := os.pipe())[0]) as of_child:
+        if os.fork() == 0:
+            os.write(ends[1], str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]).encode())
+            os._exit(0)
+        os.close(ends[1])
+        return most - resource.getrlimit(resource.RLIMIT_NOFILE)[0], int(of_child.read())
+
+
+def test_init_rpc_raises_the_limit_of_files_but_for_children() -> None:
+    assert workers.run_workers(1, limits_beside_rpc, 500, init=False) == [(0, 500)]
+
+
+def test_init_rpc_keeps_the_limit_of_files_if_told_so() -> None:
+    [(lack, of_child)] = workers.run_workers(1, limits_beside_rpc, 500, init=False, env=KEEPS_LIMIT)
+    assert (lack > 0, of_child) == (True, 500)
 
 
 def init_twice(rank: int) -> list[str]:

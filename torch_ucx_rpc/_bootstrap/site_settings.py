@@ -24,6 +24,8 @@ _NO_CARRIERS = {"self", "cma", "knem", "gdr_copy", "gdrcopy"} | {
 _SHARED_MEMORY = {"sm", "shm", "mm", "sysv", "posix", "xpmem"}
 _NO = {"n", "no", "off", "0", "false"}
 
+KEEP_NOFILE = "TORCH_UCX_RPC_KEEP_NOFILE"
+
 # An agent opens 36 files before its first call. The rest is room for the Store and for late imports.
 _FILES_OF_AN_AGENT = 48
 # One file watches the process of a peer on this host, and one is a TCP connection to it.
@@ -45,6 +47,7 @@ def check(world_size: int | None) -> None:
     Args:
         world_size: number of workers; None for a group without a size.
     """
+    _raise_limit_of_files()
     found = list(of_files(world_size or 1))
     # A single worker calls only itself, which does not need UCX.
     if world_size != 1:
@@ -58,6 +61,20 @@ def check(world_size: int | None) -> None:
 
 
 _told: set[Problem] = set()
+
+
+def _raise_limit_of_files() -> None:
+    """Raise the soft limit of open files to the hard one, unless TORCH_UCX_RPC_KEEP_NOFILE=1.
+
+    Python and UCX do not use select(), for which the soft limit is often low. Forked children may, so they get the old
+    limit back.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == most or os.environ.get(KEEP_NOFILE) == "1":
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    os.register_at_fork(after_in_child=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most)))
+    _logger.info("this process may open %d files now, and could open %d (%s=1 keeps that)", most, limit, KEEP_NOFILE)
 
 
 def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:

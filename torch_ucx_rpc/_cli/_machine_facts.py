@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from torch_ucx_rpc._bootstrap import network
+from torch_ucx_rpc._bootstrap.site_settings import KEEP_NOFILE
 from torch_ucx_rpc._cli._report import Report
 
 _MIB = 1 << 20
@@ -34,6 +35,7 @@ def add_machine(report: Report) -> None:
     """Look at this machine."""
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    keeps_files = os.environ.get(KEEP_NOFILE) == "1"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     report.add(
         "machine",
@@ -42,7 +44,8 @@ def add_machine(report: Report) -> None:
         cores_for_this_process=len(os.sched_getaffinity(0)),
         container=_container(),
         shared_memory="no /dev/shm" if shared is None else f"{_mib(shared.free)} free of {_mib(shared.total)}",
-        open_files=f"{files} (can be raised to {most_files})",
+        open_files=f"{files} (can be raised to {most_files}"
+        + (f", but {KEEP_NOFILE}=1)" if keeps_files else ", as init_rpc does)"),
         locked_memory="unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 1024} KiB",
         reading_other_processes=_reading_other_processes(),
         interfaces=[name for _, name in socket.if_nameindex()],
@@ -54,7 +57,8 @@ def add_machine(report: Report) -> None:
             "in a container: --shm-size=1g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory at /dev/shm; "
             "otherwise remove what is left over in /dev/shm",
         )
-    if files < _LEAST_FILES:
+    files = files if keeps_files else most_files
+    if 0 <= files < _LEAST_FILES:
         report.complain(
             f"a process may open {files} files, and each worker needs some for each peer it talks to over TCP",
             f"ulimit -n {min(65536, most_files) if most_files > 0 else 65536} before starting the workers",
