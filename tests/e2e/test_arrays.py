@@ -338,7 +338,7 @@ def test_no_library_of_arrays_is_imported_for_it() -> None:
 
 
 class DeviceBuffer:
-    """Looks to the pickler like RMM's buffer, which needs a GPU."""
+    """A buffer that looks to the pickler like RMM's, which needs a GPU."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

@@ -80,7 +80,7 @@ def test_the_module_is_the_same_program_under_its_own_name() -> None:
     for arguments in (["--help"], ["top", "--help"]):
         done = subprocess.run([*command, *arguments], env=ENVIRON, capture_output=True, text=True, check=True)
         assert done.stdout.startswith("usage: python -m torch_ucx_rpc ")
-        # Wrapped otherwise, since the name is longer.
+        # The name is longer, so lines are wrapped at other places.
         words = done.stdout.replace("python -m torch_ucx_rpc", "torch-ucx-rpc").split()
         assert words == torch_ucx_rpc(*arguments).stdout.split()
 

@@ -173,7 +173,7 @@ def hold_all_sorts_of_things() -> None:
     kept.append(rpc.remote("worker2", make_value))
     with dist_autograd.context():
         rpc.rpc_sync("worker0", torch.add, (torch.ones(2, requires_grad=True), 1))
-        # More than worker0 takes in at a time, so that some are being received and others wait.
+        # These exceed worker0's receive window, so some are being received and others wait.
         kept.extend(rpc.rpc_async("worker0", sleep_over, (torch.ones(2**20), 0.01)) for _ in range(100))
         time.sleep(0.1)
         die()

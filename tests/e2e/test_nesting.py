@@ -21,7 +21,7 @@ THREADS = {"num_worker_threads": 4}
 
 
 def bounce(way: str, depth: int, here: str, there: str) -> int:
-    """Goes back and forth between two workers; returns how often."""
+    """Go back and forth between two workers. Returns the number of calls."""
     return 0 if depth == 0 else 1 + WAYS[way](there, (way, depth - 1, there, here))
 
 

@@ -211,7 +211,7 @@ def test_subclass_arrives_whole_or_is_refused() -> None:
             rpc.rpc_sync("worker1", note_and_sum, args=(plain(nbytes),))
         with pytest.raises(RuntimeError, match=expected):
             rpc.rpc_sync("worker1", plain, args=(nbytes,))
-        # A call in between, and objects that hold such a tensor.
+        # Between the two calls, send objects that hold such a tensor.
         with pytest.raises(RuntimeError, match=expected):
             rpc.rpc_sync("worker1", len, args=([{"deep": plain(nbytes)}],))
     assert rpc.rpc_sync("worker1", note_and_sum, args=(plain(None),)) == whole

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
 
 
 def sections(page: str) -> dict[str, str]:
-    """By heading; each ends where the next begins."""
+    """Return the sections of a page by heading."""
     return {section.partition("\n")[0]: section for section in page.split("\n## ")[1:]}
 
 

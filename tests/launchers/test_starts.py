@@ -70,7 +70,7 @@ OWN = ("random", "numpy", "torch", "torch's seed", "authkey", "uuid", "name of a
 
 
 class Facts:
-    """The facts of `facts.py` as ``python facts.py``, and as two workers of ``run`` by fork and by exec."""
+    """The output of `facts.py`, run as ``python facts.py``, and as two workers of ``run`` by fork and by exec."""
 
     def __init__(self, folder: Path) -> None:
         self.launchers: dict[str, int] = {}

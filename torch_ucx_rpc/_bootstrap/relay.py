@@ -49,7 +49,7 @@ def above(rank: int) -> int:
 
 
 def number_below(rank: int, world_size: int) -> int:
-    """How many workers take the records from this one."""
+    """Return the number of workers that take the records from this one."""
     return max(0, min(FAN_OUT, world_size - 1 - FAN_OUT * rank))
 
 

@@ -473,7 +473,7 @@ class _Watch:
         self._questions: dict[int, _Question] = {}
 
     def look(self, rows: Iterable[int], epoch: _Epoch, cut: _host.Cut | None) -> None:
-        """Give up workers that are silent, or busy for too long, in ``epoch``. The others are told of the ``cut``."""
+        """Give up workers that are silent, or busy for too long, in ``epoch``. The others get the ``cut``."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * _SLICE_S), now
         busy = []

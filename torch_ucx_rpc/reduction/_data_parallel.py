@@ -60,7 +60,7 @@ class DataParallel(nn.Module):
     their optimizer. From then on each trainer has its own buffers (such as running means).
 
     Args:
-        module (nn.Module): whose parameters require grad, at least one.
+        module (nn.Module): model, of which at least one parameter requires grad.
         server (Server): result of `serve`.
         optimizer (torch.optim.Optimizer): this trainer's optimizer. Its state goes to trainers that join or come late.
         quorum (int): see `state`. With a quorum, nothing travels before a step's trainers are known.

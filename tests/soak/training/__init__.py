@@ -330,7 +330,7 @@ def first_difference(done: list[Step], stopped_at: float) -> tuple[Step, Step] |
 
 
 def story(two: tuple[Step, Step], done: list[Step], killed: list[tuple[float, str]]) -> str:
-    """The steps of each trainer around a difference, and who was killed before it."""
+    """Describe the steps of each trainer around a difference, and the kills before it."""
     other, step = two
     lines = [f"in step {step.number} {step.who} has other parameters than {other.who}"]
     events = [(at, f"{name} is killed") for at, name in killed]
@@ -378,5 +378,5 @@ def main() -> int:
     return 0 if all(results) else 1
 
 
-# The first optimizer imports much of torch: here once, and not in each process that comes back.
+# The first optimizer imports much of torch: do that once here, instead of in each process that comes back.
 torch.optim.Adam([torch.zeros(1, requires_grad=True)])
