@@ -4,6 +4,7 @@ workers."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -367,3 +368,33 @@ def test_without_rpc_it_saves_the_local_state(tmp_path):
     checkpoint.load(state, tmp_path)
     assert state["step"] == 3
     assert torch.equal(state["model"][0].weight, model[0].weight)
+
+
+def run_programs(folder: str) -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "checkpoint.md").read_text(encoding="utf-8")
+    across, plainly = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    os.chdir(folder)
+    pipe, other_pipe, model = (
+        make_pipe(small_model()),
+        make_pipe(small_model(1), ["worker2", "worker1"]),
+        small_model(2),
+    )
+    known = {
+        "pipe": pipe,
+        "optimizer": pipe.optimizer(torch.optim.AdamW),
+        "remote_module": RemoteModule("worker1/cpu", Table, args=(10,)),
+        "other_pipe": other_pipe,
+        "model": model,
+        "torch": torch,
+    }
+    exec(across, known)
+    known["future"].wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(plainly, known)
+    for found in (other_pipe.state_dict(), model.state_dict()):
+        assert all(torch.equal(value, small_model().state_dict()[name]) for name, value in found.items())
+
+
+def test_programs_of_the_page_run(tmp_path):
+    drive(run_programs, 3, str(tmp_path))
