@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch_ucx_rpc._bootstrap.network import interface_with
 from torch_ucx_rpc.errors import JoinTimedOut
 
 _LISTENING = "0A"  # in /proc/net/tcp
+_ROW_BYTES = 150
 
 # The number of looks into the kernel's table, in 0.3 s, for a server at an address of this host. Then connections are
 # tried, as for other hosts.
@@ -89,16 +91,35 @@ def _is_listened_at_here(host: str, port: int) -> bool | None:
     wanted = {text for address in addresses for text in _in_table(address)}
     try:
         for table in ("tcp", "tcp6"):
-            file = Path("/proc/net", table)
-            # The file does not exist if IPv6 is off.
-            for line in file.read_text(encoding="ascii").splitlines()[1:] if file.exists() else ():
-                _, local, _, state, *_ = line.split()
+            for local in _listening(Path("/proc/net", table)):
                 address, _, its_port = local.partition(":")
-                if state == _LISTENING and int(its_port, 16) == port and address in wanted:
+                if int(its_port, 16) == port and address in wanted:
                     return True
     except (OSError, ValueError):
         return None
     return False
+
+
+def _listening(table: Path) -> Iterator[str]:
+    """Yield the addresses with ports of the servers in this table of the kernel.
+
+    They come first in it. The kernel takes some 4 ms to look for all connections, so this reads row by row, and stops
+    at the first connection.
+    """
+    # The file does not exist if IPv6 is off.
+    if not table.exists():
+        return
+    with table.open("rb", buffering=0) as file:
+        begun = b""
+        while chunk := file.read(_ROW_BYTES):
+            *rows, begun = (begun + chunk).split(b"\n")
+            for row in rows:
+                _, local, _, state, *_ = row.decode("ascii").split()
+                if state == _LISTENING:
+                    yield local
+                # The first row has the names of the columns.
+                elif local != "local_address":
+                    return
 
 
 def _in_table(address: IPv4Address | IPv6Address) -> set[str]:

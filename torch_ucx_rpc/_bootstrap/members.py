@@ -148,7 +148,7 @@ def _digest(packed: bytes) -> str:
 
 
 def _read_packed(store: Store, own: Record, secret: Secret | None, verdict: Entry) -> bytes:
-    """The records that rank 0 has packed; none if the verdict is an error, or in doubt."""
+    """Return the records as rank 0 has packed them; none if the verdict is an error, or in doubt."""
     if verdict.doubt or "bytes" not in verdict.values:
         return b""
     size, digest = verdict.values["bytes"], verdict.values["digest"]
@@ -164,7 +164,7 @@ def _read_packed(store: Store, own: Record, secret: Secret | None, verdict: Entr
 
 
 def _read_relay(store: Store, own: Record, secret: Secret | None, size: int) -> bytes:
-    """What the worker above this one sends; none for rank 0 and the workers right below it."""
+    """Return what the worker above this one sends; nothing for rank 0 and the workers right below it."""
     key = _relay_key(above(own.rank))
     if above(own.rank) <= 0 or not store.check([key]):
         return b""

@@ -44,7 +44,7 @@ _BACKLOG = 2 * FAN_OUT
 
 
 def above(rank: int) -> int:
-    """The rank that this one, not 0, takes the records from."""
+    """Return the rank from which this one, not 0, takes the records."""
     return (rank - 1) // FAN_OUT
 
 
@@ -54,7 +54,7 @@ def number_below(rank: int, world_size: int) -> int:
 
 
 class Relay:
-    """Listens for ``below`` workers, at places that they can reach if they reach ``store``."""
+    """Listens for ``below`` workers, where they can reach it if they reach ``store``."""
 
     def __init__(self, store: Store, below: int) -> None:
         self._below = below
@@ -115,7 +115,7 @@ def _serve(listeners: list[socket.socket], below: int, packed: bytes) -> None:
 
 
 def take(places: list[Any], size: int) -> bytes:
-    """At most ``size`` bytes that the relay at these places sends; none if there is no relay, or it is silent.
+    """Return at most ``size`` bytes that the relay at these places sends; none if it is not there, or is silent.
 
     The places are from the Store: they may be anything, and so may the bytes.
     """
