@@ -203,7 +203,7 @@ def test_async_execution_answers_when_its_future_is_done() -> None:
 
 @in_worker0(of=2)
 def test_async_execution_holds_no_thread_while_it_waits() -> None:
-    # More callers than there are threads to serve them.
+    # The callers outnumber the threads that serve them.
     accumulator = rpc.remote("worker1", Accumulator, args=(100,))
     futures = [rpc.rpc_async("worker1", Accumulator.add, args=(accumulator, i)) for i in range(100)]
     assert [future.wait() for future in futures] == [sum(range(100))] * 100

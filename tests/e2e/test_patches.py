@@ -68,7 +68,7 @@ def test_tensorpipe_runs_in_each_way_of_asking_for_it() -> None:
 
 
 def test_ucx_runs_by_name_by_member_and_inferred() -> None:
-    # Without a word on stderr: torch's own inference warns about every backend but TensorPipe.
+    # stderr stays empty, though torch's own inference warns about every backend except TensorPipe.
     assert not stderr_of_program("""
         import torch_ucx_rpc
 

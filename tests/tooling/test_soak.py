@@ -93,7 +93,7 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(4.9), (CUT_OFF,), "unexplained"),
         (failure(10.0), ({**CUT_OFF, "host": "a"},), CUT_OFF_REASON),
         (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
-        # Long after its successor has come.
+        # This is long after its successor has come.
         (failure(20.0), (KILL,), "unexplained"),
         # The number of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),

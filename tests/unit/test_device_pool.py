@@ -25,7 +25,7 @@ DEVICE = 0
 
 @pytest.fixture
 def rmm() -> Iterator[Any]:
-    """RMM as if freshly imported; afterwards as before."""
+    """Forget RMM's state, as after a fresh import, and restore it afterwards."""
     module = pytest.importorskip("rmm")
     resource = module.mr.get_per_device_resource(DEVICE)
     module.mr.set_per_device_resource(DEVICE, module.mr.CudaMemoryResource())

@@ -60,7 +60,7 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gather(store: Store, secret: Secret | None = None) -> list[list[Record]]:
-    """What the workers of a group find, each on a thread with its rank as name."""
+    """Return the workers' findings, each from a thread with its rank as name."""
 
     def meet(rank: int) -> list[Record]:
         threading.current_thread().name = str(rank)

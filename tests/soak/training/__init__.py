@@ -192,7 +192,7 @@ class Job:
         self._began[name] = time.time()
 
     def _last_step(self, name: str) -> float | None:
-        """When the process of this name began its last step."""
+        """Return the time at which the process of this name began its last step."""
         journal = self._folder / f"{name}-{self._processes[name].pid}.steps"
         return journal.stat().st_mtime if journal.exists() and journal.stat().st_size else None
 
