@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+from unittest import mock
 
 import pytest
 
+from torch_ucx_rpc.reduction import _steps
 from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
 from torch_ucx_rpc.reduction._messages import NEVER, Opening, Report, Spec
+from torch_ucx_rpc.reduction._office import TimedOut
+from torch_ucx_rpc.reduction._steps import Steps
 
 # Number of cases in CI. A nightly run may have more.
 SCHEDULES = int(os.environ.get("REDUCTION_SCHEDULES", "6000"))
@@ -92,7 +97,8 @@ class World:
         ranks = {name: int(name[1:]) for name in self.trainers}
         left = {one.name for one in self.living() if one.has_left}
         first = next(iter(self.reports.values()))
-        self.ledger = Ledger("model", self.epoch, ranks, SPEC, ("host",), first, left=left)
+        workers = {*ranks}
+        self.ledger = Ledger("model", self.epoch, ranks, SPEC, ("host",), first, left=left, workers=lambda: workers)
         self.ledger.resume(self.reports, ())
         self.carry_out()
 
@@ -233,3 +239,28 @@ def test_copies_are_equal_in_every_schedule(part: int) -> None:
             world.settle()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("expected", [2, ("t0", "t1")])
+def test_the_first_step_waits_for_a_silent_trainer(expected: int | tuple[str, ...]) -> None:
+    workers, first = {"host", "t0", "t1"}, Report(0, expected=expected)
+    # The epoch has left t1 out.
+    ledger = Ledger("model", 2, {"host": 0, "t0": 1}, SPEC, ("host",), first, left=set(), workers=lambda: workers)
+    ledger.resume({"t0": first}, ())
+    assert ledger.look_again()
+    assert not ledger.openings
+    workers.remove("t1")
+    assert not ledger.look_again()
+    assert ledger.openings[-1].contributors == ("t0",)
+
+
+def test_parameters_that_do_not_come_in_time_are_an_error() -> None:
+    office = mock.Mock(**{"opening.return_value": None, "sleep.side_effect": TimedOut})
+    office.changed = threading.RLock()
+    office.group.is_current.return_value = False
+    with mock.patch.object(_steps, "office", return_value=office), mock.patch.object(_steps, "rpc_deadline"):
+        steps = Steps("server", "parameters", expected=1, keeps=True)
+        with pytest.raises(
+            RuntimeError, match="parameters of 'server/parameters' have not come within rpc_timeout: this"
+        ):
+            steps.parameters_of({0})

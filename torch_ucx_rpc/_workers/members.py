@@ -112,6 +112,18 @@ class Group:
         """Tell whether a worker has certainly ended in this life (`Member.life`), as far as this one knows."""
         return (name, life) in self._known.ended
 
+    def not_ended(self) -> set[str]:
+        """Return all workers of a job of fixed size that have not certainly ended, as far as this one knows.
+
+        It also finds out about those outside the epoch.
+        """
+        others = self._known.others()
+        members = {one.name for one in self._epochs.epoch.members}
+        for one in others:
+            if one.name not in members:
+                self._known.ask_after(one)
+        return {one.name for one in others} | {self.me.name}
+
     def check(self, number: int) -> None:
         """Return if this epoch is in force at this moment.
 

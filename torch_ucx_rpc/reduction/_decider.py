@@ -24,9 +24,10 @@ class Decider:
     It answers no request before all members have sent their knowledge. ``name`` is the worker that sends a request.
     """
 
-    def __init__(self, epoch: Epoch, is_static: bool) -> None:
+    def __init__(self, epoch: Epoch, workers: Callable[[], set[str]] | None) -> None:
+        """``workers`` is as in `Ledger`."""
         self.epoch = epoch
-        self._is_static = is_static
+        self._workers = workers
         self.ranks = {one.name: one.rank for one in epoch.members}
         self._known: dict[str, Knowledge] = {}
         self._ledgers: dict[str, Ledger] = {}
@@ -73,7 +74,7 @@ class Decider:
                 hosts_of(spec, self.ranks, self._kept(key)),
                 first,
                 left={name for name, its in self._known.items() if server in its.left},
-                is_static=self._is_static,
+                workers=self._workers,
                 whole=_WHOLE if re.search(r"/ddp\d+$", key) else 0,
                 attempt=self._attempts.get(key, 0),
             )
@@ -147,6 +148,11 @@ class Decider:
     def missing(self, _: str, key: str, future: Future[Any]) -> None:
         """Answer with the trainers that a step waits for."""
         self._answers.append((future, self._ledgers[key].missing() if key in self._ledgers else ()))
+
+    def look_again(self) -> bool:
+        """Take note of workers that have ended outside the epoch. Returns False if no first step waits for any."""
+        waiting = [ledger for ledger in self._ledgers.values() if ledger.look_again()]
+        return bool(waiting)
 
     # -- answers
 

@@ -6,7 +6,7 @@ Both are state machines without threads, clocks or a network. docs/development/r
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Report, Spec, generation
 
@@ -85,17 +85,18 @@ class Ledger:
         first: Report,
         *,
         left: set[str],
-        is_static: bool = True,
+        workers: Callable[[], set[str]] | None = None,
         whole: int = 0,
         attempt: int = 0,
     ) -> None:
         """``first`` is any report. The first ``whole`` steps are for all trainers, despite a quorum. ``attempt`` is the
-        last one of a ledger that was dropped in this epoch."""
+        last one of a ledger that was dropped in this epoch. ``workers`` returns all workers of a job of fixed size that
+        have not certainly ended, members or not."""
         self.openings: list[Opening] = []
         self.left = left
         self.quorum, self._expected = first.quorum, first.expected
         self._key, self._epoch, self._ranks, self._spec, self._hosts = key, epoch, ranks, spec, hosts
-        self._is_static, self._whole = is_static, whole
+        self._workers, self._whole = workers, whole
         self.attempt = attempt
         self._opening: Opening | None = None
         # Trainers that report these two have the state of the model.
@@ -134,6 +135,13 @@ class Ledger:
         opening = self._opening
         if opening is not None and number == opening.generation:
             self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))
+
+    def look_again(self) -> bool:
+        """Take note of workers that have ended outside the epoch. Returns False if the first step waits for none."""
+        if self._opening is not None or not self._trainers() or self._workers is None:
+            return False
+        self._decide()
+        return self._opening is None and bool(self._workers() - self._ranks.keys())
 
     # -- the end of a step
 
@@ -184,7 +192,7 @@ class Ledger:
         opening, trainers = self._opening, self._trainers()
         if opening is None:
             names = () if isinstance(self._expected, int) else self._expected
-            return tuple(name for name in names if name in self._ranks and name not in trainers)
+            return tuple(name for name in names if name in self._may_come() and name not in trainers)
         if opening.contributors:
             return tuple(self._not_prepared(opening))
         return self._sorted(name for name, one in trainers.items() if not one.is_ready)
@@ -265,11 +273,15 @@ class Ledger:
         if self.quorum is not None and not self._whole and len(came) >= self.quorum:
             return True
         if not isinstance(self._expected, int):
-            return came >= {*self._expected}.intersection(self._ranks) - self.left
+            return came >= ({*self._expected} & self._may_come()) - self.left
         most = self._expected
-        if self._is_static:
-            most = min(most, len(self._ranks.keys() - ({*self._spec.hosts} - came)))
+        if self._workers is not None:
+            most = min(most, len(self._may_come() - ({*self._spec.hosts} - came)))
         return len(came) >= most - len(self.left - came)
+
+    def _may_come(self) -> set[str]:
+        """Return the workers that may train. A silent one may, too, in a job of fixed size."""
+        return {*self._ranks} if self._workers is None else self._workers()
 
     def _open(
         self,

@@ -87,6 +87,7 @@ class Office:
         # Messages for an epoch that this worker has not entered, or does not decide yet.
         self._early: list[tuple[int, bool, Callable[[], None]]] = []
         self._coming_back_s = _COMING_BACK_S
+        self._looks_again = False
         self._called_back = 0.0
         self.group = members.group("reduction")
         self.group.subscribe(self._enter)
@@ -102,7 +103,8 @@ class Office:
             if self._decider is not None:
                 self._decider.end()
             decides = epoch.decider.name == self.name
-            self._decider = Decider(epoch, self.life.is_static) if decides else None
+            workers = self.group.not_ended if self.life.is_static else None
+            self._decider = Decider(epoch, workers) if decides else None
             due = self._take_early(decides=False)
             self.changed.notify_all()
         for act in due:
@@ -280,6 +282,10 @@ class Office:
         self._at(number, True, act)
         return future
 
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self._carry_out()
+
     def _carry_out(self) -> None:
         """Send the decider's decisions."""
         with self.changed:
@@ -287,10 +293,12 @@ class Office:
             if decider is None:
                 return
             # A step is committed only in an epoch that is in force at this moment.
+            is_waiting = decider.look_again()
             is_late = decider.close(self.group.is_current)
             answers, openings = decider.take_mail()
-        if is_late:
-            self._later(_LOOK_AGAIN_S, self._carry_out)
+        if (is_late or is_waiting) and not self._looks_again:
+            self._looks_again = True
+            self._later(_LOOK_AGAIN_S if is_late else _CALLING_BACK_S, self._look_again)
         for future, answer in answers:
             future.set_result(answer)
         for name, opening in openings:

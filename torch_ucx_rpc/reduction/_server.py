@@ -284,26 +284,35 @@ def _give_parameters(server: Server, tensors: list[Tensor]) -> None:
 
 
 def _fill(server: Server, key: str, number: int, tensors: list[Tensor]) -> Fill:
-    own = server.office
+    own, deadline, names = server.office, rpc_deadline(), ", ".join(server.hosts)
+    tried = None
     while True:
         with own.changed:
             opening, epoch = own.opening(key), own.epoch
         assert epoch is not None
         living = {one.name for one in epoch.members}
         hosts = opening.hosts if opening is not None else hosts_of(server.spec, living, {})
+        if not hosts and own.life.is_static:
+            raise RuntimeError(f"all hosts of the server {server.name!r} are lost: {names}")
         if not hosts:
-            raise RuntimeError(f"all hosts of the server {server.name!r} are lost: {', '.join(server.hosts)}")
+            own.call_back(server.spec)
+        elif epoch is not tried:
+            try:
+                kept: Fill = rpc.rpc_sync(hosts[number], fill, args=(key, number, server.spec, tensors))
+            except RuntimeError as error:
+                if not was_lost(error):
+                    raise
+                own.group.suspect(hosts[number])
+                tried = epoch
+            else:
+                return kept
         try:
-            kept: Fill = rpc.rpc_sync(hosts[number], fill, args=(key, number, server.spec, tensors))
-        except RuntimeError as error:
-            if not was_lost(error):
-                raise
-            own.group.suspect(hosts[number])
             with own.changed:
-                while own.epoch is epoch:
-                    own.sleep(None)
-        else:
-            return kept
+                own.sleep(deadline)
+        except TimedOut:
+            raise RuntimeError(
+                f"no host of the server {server.name!r} has taken the parameters within rpc_timeout: {names}"
+            ) from None
 
 
 def _check_hosts(hosts: tuple[Any, ...]) -> tuple[str, ...]:

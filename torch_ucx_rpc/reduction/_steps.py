@@ -474,7 +474,12 @@ class Steps:
         while shards - values.keys():
             with self._office.changed:
                 while (opening := self._office.opening(self.key)) is None or opening is tried or not opening.hosts:
-                    self._office.sleep(deadline)
+                    try:
+                        self._office.sleep(deadline)
+                    except TimedOut:
+                        raise RuntimeError(
+                            f"the parameters of {self.key!r} have not come within rpc_timeout: {self._missing()}"
+                        ) from None
             tried = opening
             try:
                 step = self.standing.step
