@@ -32,7 +32,16 @@ REPOSITORY = "repository"
 API = "api"
 
 PACKAGE = "torch_ucx_rpc"
-MODULES = ("errors", "testing", "channel", "services", "reduction", "pipeline", "checkpoint")
+MODULES = (
+    "errors",
+    "testing",
+    "channel",
+    "services",
+    "reduction",
+    "pipeline",
+    "checkpoint",
+    "checkpoint.remote_modules",
+)
 
 # Links count outside of code only, fenced or not.
 PART = re.compile(

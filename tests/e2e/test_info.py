@@ -146,12 +146,18 @@ def test_infiniband_that_ucx_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyP
 
 def test_little_shared_memory_and_few_files_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(64 << 20, 1 << 20, 63 << 20))
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1 << 20))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1024))
     text = problems(info.collect())
     assert "shared memory is small: 63 MiB free in /dev/shm" in text
     assert "--shm-size=1g" in text
     assert "a process may open 1024 files" in text
-    assert "ulimit -n 65536" in text
+    assert "raise the hard limit: ulimit -Hn 65536 as root" in text
+    # init_rpc raises the soft limit, unless it is told not to.
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1 << 20))
+    assert "a process may open" not in problems(info.collect())
+    monkeypatch.setenv("TORCH_UCX_RPC_KEEP_NOFILE", "1")
+    assert "a process may open 1024 files" in (text := problems(info.collect()))
+    assert "unset TORCH_UCX_RPC_KEEP_NOFILE" in text
 
 
 @pytest.mark.parametrize(

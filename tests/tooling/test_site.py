@@ -47,7 +47,7 @@ def test_the_navigation_has_every_page_once_and_no_other(site: ModuleType, in_na
 
 def test_the_reference_has_every_public_module(site: ModuleType) -> None:
     modules = {module.name for module in pkgutil.iter_modules([str(ROOT / "torch_ucx_rpc")])}
-    assert set(site.MODULES) == {name for name in modules if name[0] != "_"}
+    assert {name for name in site.MODULES if "." not in name} == {name for name in modules if name[0] != "_"}
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,13 @@ def add_machine(report: Report) -> None:
             "in a container: --shm-size=1g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory at /dev/shm; "
             "otherwise remove what is left over in /dev/shm",
         )
-    files = files if keeps_files else most_files
-    if 0 <= files < _LEAST_FILES:
+    usable = files if keeps_files else most_files
+    if 0 <= usable < _LEAST_FILES:
         report.complain(
-            f"a process may open {files} files, and each worker needs some for each peer it talks to over TCP",
-            f"ulimit -n {min(65536, most_files) if most_files > 0 else 65536} before starting the workers",
+            f"a process may open {usable} files, and each worker needs some for each peer it talks to over TCP",
+            f"unset {KEEP_NOFILE}"
+            if usable < most_files
+            else "raise the hard limit: ulimit -Hn 65536 as root, or docker run --ulimit nofile=65536",
         )
     _add_resolver(report)
 
