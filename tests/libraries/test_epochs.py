@@ -114,10 +114,9 @@ def die_in_turn(rank: int, steps: Steps) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         epoch = group.wait(after=1 + dying)
         assert epoch.decider.rank == dying + 1
-        if rank == 1:
-            steps.done("second")
-        else:
-            steps.wait_for("second")
+        # The next one dies when all living members have seen this epoch.
+        steps.done(f"{rank} in {epoch.number}")
+        steps.wait_for(*(f"{other} in {epoch.number}" for other in range(dying + 1, 3)))
     rpc.shutdown(graceful=False)
 
 
