@@ -40,11 +40,18 @@ def test_fate_of_a_worker_and_the_shutdown_of_the_others(fate: str, launcher: st
     with (tmp_path / "output").open("w") as output:
         job = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
+            if fate == "killed":
+                # The launcher would end the others before they have noted the outcome.
+                eventually(lambda: all((tmp_path / f"{name}.pid").exists() for name in OTHERS), "the others run")
+                os.kill(job.pid, signal.SIGSTOP)
+                (tmp_path / "launcher is stopped").touch()
             eventually(
                 lambda: all((tmp_path / f"{name}.shutdown").exists() for name in OTHERS),
                 "the others have ended their shutdown",
                 timeout=60,
             )
+            if fate == "killed":
+                os.kill(job.pid, signal.SIGCONT)
             if expected == LATE:
                 # The launcher waits for this worker as long as it lives.
                 assert job.poll() is None

@@ -18,6 +18,8 @@ me = rpc.get_worker_info().name
 if me == "worker1":
     time.sleep(0.5)
     if fate == "killed":
+        while not (folder / "launcher is stopped").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     elif fate == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
