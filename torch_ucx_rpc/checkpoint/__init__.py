@@ -24,9 +24,9 @@ How it is laid out:
 * ``remote_modules``  methods of nn.Module for a RemoteModule
 """
 
-from torch_ucx_rpc.checkpoint import remote_modules
+from torch_ucx_rpc.checkpoint import remote_modules as remote_modules
 from torch_ucx_rpc.checkpoint.loading import load
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part
 from torch_ucx_rpc.checkpoint.saving import SaveFuture, async_save, save
 
-__all__ = ["CheckpointError", "Part", "SaveFuture", "async_save", "load", "remote_modules", "save"]
+__all__ = ["CheckpointError", "Part", "SaveFuture", "async_save", "load", "save"]
