@@ -212,6 +212,20 @@ def end_waits(rank: int) -> None:
         timer.join()
 
 
+def test_late_values_of_a_closed_channel_let_rpc_end(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, put_to_a_closed_channel, Steps(tmp_path))
+
+
+def put_to_a_closed_channel(rank: int, steps: Steps) -> None:
+    channel = Channel("closed", epoch=1)
+    if rank == 0:
+        channel.close()
+        steps.done("closed")
+    else:
+        steps.wait_for("closed")
+        channel.put("worker0", "late", torch.ones(2))
+
+
 def test_a_receiver_that_takes_nothing_stops_the_sender(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, put_without_end, Steps(tmp_path))
 

@@ -44,6 +44,8 @@ class RpcSlots:
         self._changed = threading.Condition()
         # The condition guards these:
         self._epochs: dict[str, int] = {}
+        # Last epochs of closed groups. A value of these is refused, since its sender's call would never end.
+        self._closed: dict[str, int] = {}
         self._values: dict[str, dict[Key, deque[_Value]]] = {}
         self._lent: dict[str, int] = {}
         self._refused: dict[tuple[str, int, str], str] = {}
@@ -53,6 +55,7 @@ class RpcSlots:
             if (now := self._epochs.get(group, 0)) > epoch:
                 raise ValueError(f"channel {group!r} is in epoch {now} on this worker; it cannot go back to {epoch}")
             self._epochs[group] = epoch
+            self._closed.pop(group, None)
             values = self._values.get(group, {})
             dropped = [values.pop(key) for key in list(values) if key[0] < epoch]
             self._changed.notify_all()
@@ -61,11 +64,12 @@ class RpcSlots:
 
     def close(self, group: str) -> None:
         with self._changed:
-            self._epochs.pop(group, None)
+            if (epoch := self._epochs.pop(group, None)) is not None:
+                self._closed[group] = epoch
             dropped = list(self._values.pop(group, {}).values())
             self._changed.notify_all()
         for value in (value for queue in dropped for value in queue):
-            value.taken.set_result(f"worker {self._name!r} has closed channel {group!r}")
+            value.taken.set_result(_closed(group, self._name))
 
     def put(
         self,
@@ -109,11 +113,12 @@ class RpcSlots:
 
     def arrive(self, group: str, key: Key, value: _Value) -> None:
         with self._changed:
-            if key[0] >= (now := self._epochs.get(group, 0)):
+            now, closed = self._epochs.get(group, 0), self._closed.get(group, -1)
+            if key[0] >= now and key[0] > closed:
                 self._values.setdefault(group, {}).setdefault(key, deque()).append(value)
                 self._changed.notify_all()
                 return
-        value.taken.set_result(_where(group, now, self._name))
+        value.taken.set_result(_where(group, now, self._name) if key[0] < now else _closed(group, self._name))
 
     def take(self, group: str, key: Key, timeout: float | None) -> _Value:
         deadline = _deadline(timeout)
@@ -197,6 +202,10 @@ def _check_fit(value: list[torch.Tensor], into: list[torch.Tensor], key: Key) ->
 
 def _where(group: str, epoch: int, name: str) -> str:
     return f"worker {name!r} is in epoch {epoch} of channel {group!r}"
+
+
+def _closed(group: str, name: str) -> str:
+    return f"worker {name!r} has closed channel {group!r}"
 
 
 def _deadline(timeout: float | None) -> float | None:
