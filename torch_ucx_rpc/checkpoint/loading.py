@@ -25,6 +25,7 @@ from torch_ucx_rpc.checkpoint.parts import (
     Path,
     by_worker,
     check_wishes,
+    drop_everywhere,
     parts_of,
     run_everywhere,
     under,
@@ -93,7 +94,7 @@ def load(
             arguments = {worker: (session, plan) for worker, plan in zip(plans, central, strict=True)}
             run_everywhere("reading a checkpoint", _read, arguments, timeout)
     except BaseException:
-        _forget_everywhere(session, list(mine))
+        drop_everywhere(_forget, (session,), mine)
         raise
 
 
@@ -170,15 +171,3 @@ def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
 
 def _forget(session: str) -> None:
     _planned.pop(session, None)
-
-
-def _forget_everywhere(session: str, workers: Sequence[str | None]) -> None:
-    import torch.distributed.rpc as rpc
-
-    _forget(session)
-    for worker in workers:
-        if worker is not None:
-            try:
-                rpc.rpc_async(worker, _forget, (session,))
-            except RuntimeError:
-                continue

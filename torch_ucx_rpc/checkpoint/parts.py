@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.nn.api.remote_module import _RemoteModule
 from torch_ucx_rpc._arguments import check_number, check_path, check_type, wrong_value
 from torch_ucx_rpc.checkpoint import optimizers
 
-__all__ = ["CheckpointError", "Part", "Path", "check_wishes", "parts_of", "run_everywhere", "under"]
+__all__ = ["CheckpointError", "Part", "Path", "check_wishes", "drop_everywhere", "parts_of", "run_everywhere", "under"]
 
 # Seconds between two questions to a worker that has not answered.
 _ASKING_S = 1.0
@@ -246,3 +247,12 @@ def run_everywhere(
         name, reason = failures[0]
         raise CheckpointError(f"{what} failed on {name!r}: {reason}") from reason
     return results
+
+
+def drop_everywhere(drop: Callable[..., None], args: tuple[Any, ...], workers: Iterable[str | None]) -> None:
+    """Call ``drop`` here and on all workers that still live, without waiting for them."""
+    drop(*args)
+    for worker in workers:
+        if worker is not None:
+            with contextlib.suppress(RuntimeError):
+                rpc.rpc_async(worker, drop, args)

@@ -30,6 +30,7 @@ from torch_ucx_rpc.checkpoint.parts import (
     Path,
     by_worker,
     check_wishes,
+    drop_everywhere,
     parts_of,
     run_everywhere,
     under,
@@ -117,7 +118,7 @@ def save(
         central, metadata = planner.create_global_plan([plans[worker] for worker in workers])
         central = writer.prepare_global_plan(central)
     except BaseException:
-        _give_up(session, folder, workers)
+        drop_everywhere(_drop, (session, folder), workers)
         raise
 
     # Saves with a writer of the caller's do not wait for each other.
@@ -137,7 +138,7 @@ def save(
                     _check_files(writer, results)
                 writer.finish(metadata, [results[worker] for worker in workers])
         except BaseException as error:
-            _give_up(session, folder, workers)
+            drop_everywhere(_drop, (session, folder), workers)
             if isinstance(error, OSError):
                 raise CheckpointError(f"writing a checkpoint failed: {error}") from error
             raise
@@ -222,19 +223,6 @@ def _drop(session: str, folder: str | None) -> None:
         _give_back(planned[2])
     if folder is not None:
         storage.remove_files_of(folder, session)
-
-
-def _give_up(session: str, folder: str | None, workers: Sequence[str | None]) -> None:
-    """Forget a save on all workers that still live."""
-    import torch.distributed.rpc as rpc
-
-    _drop(session, folder)
-    for worker in workers:
-        if worker is not None:
-            try:
-                rpc.rpc_async(worker, _drop, (session, folder))
-            except RuntimeError:
-                continue
 
 
 def _staged(value: Any, spare: list[torch.Tensor], copies: list[torch.Tensor]) -> Any:
