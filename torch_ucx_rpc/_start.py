@@ -74,6 +74,7 @@ def init_rpc(
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
+    site_settings.raise_limit_of_files()
     site_settings.check(world_size)
     secret = _load_secret(options)
     # Before this process opens or joins a Store of torch's.
@@ -97,6 +98,7 @@ def init_backend(
 ) -> UcxRpcAgent:
     """Handler of ``backend_registry.init_backend``: returns a running agent, which met the others at ``store``."""
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
+    site_settings.raise_limit_of_files()
     site_settings.check(world_size)
     secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):

@@ -47,7 +47,6 @@ def check(world_size: int | None) -> None:
     Args:
         world_size: number of workers; None for a group without a size.
     """
-    _raise_limit_of_files()
     found = list(of_files(world_size or 1))
     # A single worker calls only itself, which does not need UCX.
     if world_size != 1:
@@ -63,14 +62,19 @@ def check(world_size: int | None) -> None:
 _told: set[Problem] = set()
 
 
-def _raise_limit_of_files() -> None:
+def keeps_limit_of_files() -> bool:
+    """Tell whether the user wants the soft limit of open files as it is."""
+    return os.environ.get(KEEP_NOFILE) == "1"
+
+
+def raise_limit_of_files() -> None:
     """Raise the soft limit of open files to the hard one, unless TORCH_UCX_RPC_KEEP_NOFILE=1.
 
     Python and UCX do not use select(), for which the soft limit is often low. Forked children may, so they get the old
     limit back.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == most or os.environ.get(KEEP_NOFILE) == "1":
+    if limit == most or keeps_limit_of_files():
         return
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.register_at_fork(after_in_child=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most)))

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from torch_ucx_rpc._bootstrap import network
-from torch_ucx_rpc._bootstrap.site_settings import KEEP_NOFILE
+from torch_ucx_rpc._bootstrap.site_settings import KEEP_NOFILE, keeps_limit_of_files
 from torch_ucx_rpc._cli._report import Report
 
 _MIB = 1 << 20
@@ -35,7 +35,7 @@ def add_machine(report: Report) -> None:
     """Look at this machine."""
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    keeps_files = os.environ.get(KEEP_NOFILE) == "1"
+    keeps_files = keeps_limit_of_files()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     report.add(
         "machine",
@@ -62,7 +62,7 @@ def add_machine(report: Report) -> None:
         report.complain(
             f"a process may open {usable} files, and each worker needs some for each peer it talks to over TCP",
             f"unset {KEEP_NOFILE}"
-            if usable < most_files
+            if usable != most_files
             else "raise the hard limit: ulimit -Hn 65536 as root, or docker run --ulimit nofile=65536",
         )
     _add_resolver(report)
