@@ -103,7 +103,6 @@ class _Epoch:
         messages: numbers of the messages that have been sent and not settled.
         outcomes: outcomes by number of the message, and row.
         gone: the reason why a row's worker is given up.
-        at: the message at which the epoch ends, if it does.
         reason: the reason, if no worker is to blame.
         cut: the end of the epoch as the hosts learn it.
     """
@@ -114,10 +113,14 @@ class _Epoch:
         self.messages: list[Message] = []
         self.outcomes: dict[tuple[int, int], Outcome] = {}
         self.gone: dict[int, str] = {}
-        self.at: int | None = None
         self.reason: str | None = None
         self.cut: _host.Cut | None = None
         self._lock = threading.RLock()
+
+    @property
+    def at(self) -> int | None:
+        """The message at which the epoch ends, if it does."""
+        return None if self.cut is None else self.cut.at
 
     def note(self, number: int, row: int, outcome: Outcome) -> None:
         with self._lock:
@@ -136,7 +139,6 @@ class _Epoch:
         with self._lock:
             if self.at is not None and self.at <= at:
                 return
-            self.at = at
             spoils = any(message.adds_gradients for message in self.messages if message.number >= at)
             cut = self.cut = _host.Cut(self.number + 1, at, spoils)
             for row, place in enumerate(self.places):

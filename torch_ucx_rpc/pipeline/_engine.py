@@ -228,10 +228,19 @@ class Engine:
         """Run forward and backward of a batch; without ``grad`` only forward. ``target`` and ``scale`` may be None."""
         count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
         rows = self._schedules.of(count).rows if grad else self._forward_rows(count)
-        # Before the first loss nobody knows yet whether losses have counts.
+        # The first loss shows whether losses have counts.
         apart = grad and self._has_counts is not False
-        request = Request(("step" if grad else "forward", count), next(self._calls), count, targets=targets, grad=grad)
-        request = request._replace(scale=scale, shows_output=shows_output, record=record, apart=apart)
+        request = Request(
+            ("step" if grad else "forward", count),
+            next(self._calls),
+            count,
+            targets=targets,
+            grad=grad,
+            scale=scale,
+            shows_output=shows_output,
+            record=record,
+            apart=apart,
+        )
         results = self._run(request, rows, inputs, around)
         last = results[self.crew.worker_of[-1]]
         self._has_counts = self._has_counts or "factor" in last
@@ -259,8 +268,9 @@ class Engine:
         stage."""
         count = len(gradients)
         rows = _schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
-        request = Request(("backward", count), number, count)
-        request = request._replace(output_gradients=gradients, input_gradients=input_gradients)
+        request = Request(
+            ("backward", count), number, count, output_gradients=gradients, input_gradients=input_gradients
+        )
         found: dict[int, Any] = {}
         for result in self._run(request, rows, None, None):
             found.update(result.get("input_gradients", {}))

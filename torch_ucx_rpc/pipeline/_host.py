@@ -162,7 +162,7 @@ class Host:
             self._end_if_reached()
         if outcome[0] != "ok":
             # The driver ends the epoch at this message.
-            self._box.take(epoch, self._config.driver, "end")
+            raise AbortedError
 
     def _carry_out(self, message: Any) -> tuple[bool, Outcome]:
         """Return whether the driver waits for the outcome, and the outcome."""
@@ -209,7 +209,7 @@ class Host:
     def _begin_epoch(self) -> None:
         self._is_idle = True
         with contextlib.suppress(EpochEnded):
-            # Another host may know of the end before this one does.
+            # This host, or another one, may know of the end before its cut has come.
             self._box.take(self._epoch, self._config.driver, "end")
         with self._lock:
             ended, self._cut = self._cut, None
@@ -281,7 +281,7 @@ def cut(host: str, cut: Cut) -> None:
 
 
 def progress(host: str, cut: Cut | None) -> str:
-    """Return the state of a host; "closed" if there is none. It is told of the ``cut``, if there is one."""
+    """Return the state of a host; "closed" if there is none. It gets the ``cut``, if there is one."""
     if (found := _hosts.get(host)) is None:
         return "closed"
     if cut is not None:

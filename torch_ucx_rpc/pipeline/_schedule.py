@@ -102,10 +102,9 @@ def parse(text: str) -> tuple[Row, ...]:
                     row.append(Action(int(found[1]), found[2], int(found[3])))
                 elif not _COMMUNICATION.match(word):
                     raise ScheduleError(
-                        f"{word!r} in line {number + 1} of the schedule is no action. An action is a "
-                        "stage, one of F, B, I "
-                        f"and W, and a micro-batch, such as 2F3; actions are separated by commas. The named schedules "
-                        f"are {', '.join(NAMES)}."
+                        f"{word!r} in line {number + 1} of the schedule is no action. An action is a stage, one of F, "
+                        f"B, I and W, and a micro-batch, such as 2F3; actions are separated by commas. The named "
+                        f"schedules are {', '.join(NAMES)}."
                     )
         rows.append(tuple(row))
     return tuple(rows)
@@ -213,9 +212,8 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
     total = local * micro_batches
     rows = []
     for worker in range(workers):
-        ahead = min((local - 1) * a_round + (1 if zero_bubble else 2) * (workers - 1 - worker), total)
-        if local == 1 and not zero_bubble:
-            ahead = min(workers - 1 - worker, total)
+        for_each = 1 if zero_bubble or local == 1 else 2
+        ahead = min((local - 1) * a_round + for_each * (workers - 1 - worker), total)
 
         def forward(count: int, worker: int = worker) -> int:
             return (count // a_round) % local * workers + worker
@@ -294,16 +292,14 @@ def _check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int
         for action in row:
             if action.stage >= stages:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1} of the schedule is about stage {action.stage}, "
-                    "but the stages are 0 "
-                    f"to {stages - 1}."
+                    f"{action} in line {worker + 1} of the schedule is about stage {action.stage}, but the stages are "
+                    f"0 to {stages - 1}."
                 )
             if action.micro_batch >= micro_batches:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1} of the schedule is about micro-batch "
-                    f"{action.micro_batch}, but there "
-                    f"are {micro_batches}: write the schedule for chunks={micro_batches}, or give a batch of as many "
-                    f"samples at least as the schedule has micro-batches."
+                    f"{action} in line {worker + 1} of the schedule is about micro-batch {action.micro_batch}, but "
+                    f"there are {micro_batches}: write the schedule for chunks={micro_batches}, or give a batch of as "
+                    f"many samples at least as the schedule has micro-batches."
                 )
             if places.setdefault(action.stage, worker) != worker:
                 raise ScheduleError(
