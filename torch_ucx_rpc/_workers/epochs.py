@@ -2,6 +2,8 @@
 
 docs/development/membership.md has the protocol and the argument for it. The caller passes the time of its own clock to
 each method, sends the messages of `take_outgoing`, and reports messages, ticks and certain deaths.
+
+The file is long, since leases, ballots and founding are one argument about the same variables.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ VOTE = 0.3
 PATIENCE = 0.5
 # In a longer gap between ticks this process did not run. It could not hear anything then, so it blames no other.
 _GAP = 0.25
-# A group that is founded anew begins with a multiple of this. The dead may have used some numbers before it.
+# The first number of a group that is founded again is a multiple of this. The dead may have used smaller numbers.
 _STRIDE = 1 << 20
 
 _NEVER = float("-inf")
@@ -133,6 +135,11 @@ class Epochs:
             for one in others:
                 self._send(one, Over(self.me))
 
+    @property
+    def _is_in(self) -> bool:
+        """Whether this worker is a member, as far as it knows."""
+        return bool(self.epoch.number) and not self.is_out
+
     def not_free(self) -> list[str]:
         """Return the workers for whose answer this one waits outside the group."""
         return [one.name for one in self._others if one.name not in self._free]
@@ -183,7 +190,7 @@ class Epochs:
 
     def is_current(self, now: float) -> bool:
         """Tell whether `epoch` is in force now, so that no other one of this group is, on any worker."""
-        if not self.epoch.number or self.is_out:
+        if not self._is_in:
             return False
         if self._accepted is not None and not self._leads:
             return False
@@ -197,7 +204,7 @@ class Epochs:
 
     def quiet(self, now: float, seconds: float) -> list[Member]:
         """Return members that this one listens to, and that have been silent this long."""
-        if not self.epoch.number or self.is_out:
+        if not self._is_in:
             return []
         if self._leads:
             return [one for one, at in self._granted.items() if now - at > seconds and one != self.me]
@@ -258,7 +265,7 @@ class Epochs:
         else:
             number = message.number
         epoch = self.epoch
-        if not epoch.number or self.is_out:
+        if not self._is_in:
             return
         if number != epoch.number:
             self._send(sender, Chosen(epoch) if number < epoch.number else Behind(epoch.number))
@@ -332,7 +339,7 @@ class Epochs:
 
     def _consider(self, now: float) -> None:
         """Begin or continue an attempt, if there is a reason."""
-        if not self.epoch.number or self.is_out:
+        if not self._is_in:
             return
         if self.dead and not self.is_leased(now):
             living = {*self.epoch.members} - self.dead
@@ -472,12 +479,10 @@ class Epochs:
 
     def _hear_outside(self, sender: Member, message: Join | Found | Free | Over, now: float) -> None:
         """Handle a message of a worker that is not in the group."""
-        if self.epoch.number and not self.is_out:
-            for one in self.epoch.members:
-                if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
-                    # The worker has given up that membership.
-                    self.die(one, now)
-        is_member = self.epoch.number and not self.is_out
+        for one in self.epoch.members if self._is_in else ():
+            if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
+                # The worker has given up that membership.
+                self.die(one, now)
         if isinstance(message, Free):
             self._highest = max(self._highest, message.number)
             if message.asker != self.me or self.epoch.number or self.is_out:
@@ -487,7 +492,7 @@ class Epochs:
         elif isinstance(message, Over):
             if self._bound == message.asker:
                 self._bound, self._next_beat = None, now
-        elif is_member:
+        elif self._is_in:
             if isinstance(message, Join) and self._leads and sender not in self.epoch.members:
                 self._joining = {one for one in self._joining if one.name != sender.name} | {sender}
                 self._consider(now)

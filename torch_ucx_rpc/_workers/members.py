@@ -246,11 +246,12 @@ class Group:
 
     def introduce(self) -> None:
         """Have the others make this group."""
-        epoch, me = self._epochs.epoch, self._life.info.name
-        if len(epoch.members) <= _ACQUAINTED or epoch.decider.name == me:
-            for info in self._known.workers():
-                if info.name != me:
-                    self._call(info, [])
+        with self._lock:
+            epoch, me = self._epochs.epoch, self._life.info.name
+            if len(epoch.members) <= _ACQUAINTED or epoch.decider.name == me:
+                for info in self._known.workers():
+                    if info.name != me:
+                        self._call(info, [])
 
     def _flush(self) -> None:
         by_member: dict[Member, list[Message]] = {}
@@ -273,7 +274,7 @@ class Group:
                 self.introduce()
 
     def _call(self, info: WorkerInfo, messages: list[Message]) -> None:
-        """Send messages; they may be lost."""
+        """Send messages; they may be lost. The caller holds the lock, which guards the calls without an answer."""
         open_ = self._unanswered.get(info.name, 0)
         if open_ >= _UNANSWERED:
             return
