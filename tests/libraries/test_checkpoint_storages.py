@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.optim import DistributedOptimizer
+
+from tests.support.workers import stopped
 
 from ._jobs import drive, on, processes_of, small_model
 from ._pipelines import make_pipe
@@ -59,15 +58,6 @@ def save_by_other_storages(folder: str) -> None:
 
 def test_storages_and_planners_of_dcp_are_used(tmp_path, backend):
     drive(save_by_other_storages, 3, str(tmp_path), backend=backend)
-
-
-@contextlib.contextmanager
-def stopped(process: int) -> Iterator[None]:
-    os.kill(process, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process, signal.SIGCONT)
 
 
 def make_linear(seed: int) -> nn.Module:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch import nn
+
+from tests.support.workers import stopped
 
 from ._jobs import KILLED, Stalls, drive, eventually, on, processes_of, small_model
 from ._pipelines import Failing, Twins, make_pipe
@@ -91,15 +92,6 @@ def test_the_stages_of_a_killed_driver_go(run_on_ucx):
 
 
 # ---------------------------------------------------------------------------------------------- workers that hang
-
-
-@contextlib.contextmanager
-def stopped(process: int) -> Iterator[None]:
-    os.kill(process, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process, signal.SIGCONT)
 
 
 def step_beside_a_stopped_stage(folder: str) -> None:

@@ -31,6 +31,7 @@ from ._processes import (
     reserved_port,
     stacks_file,
     stop,
+    stopped,
 )
 from ._program import run_program
 from ._stalls import Stalls
@@ -73,5 +74,6 @@ __all__ = [
     "run_workers",
     "stacks_file",
     "stop",
+    "stopped",
     "worker_name",
 ]

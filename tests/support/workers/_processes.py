@@ -88,6 +88,16 @@ def stop(pid: int) -> None:
     eventually(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()), f"{pid} has stopped")
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process, and let it go on at the end."""
+    stop(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def _is_stopped(task: Path) -> bool:
     # The name, in parentheses, may have spaces.
     return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
