@@ -483,6 +483,25 @@ def give_bad_input(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
+def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(1, take_late_openings)
+
+
+def take_late_openings(rank: int) -> None:
+    server = reduction.serve("worker0")
+    reduction.push_pull(server, torch.ones(2))
+    [key] = server.office.steps
+    before = server.office.opening(key)
+    assert before is not None
+    server.leave()
+    eventually(lambda: server.office.opening(key) is None, "the model is dropped")
+    for late in (before, before._replace(step=before.step + 1)):
+        server.office.receive(late)
+        assert server.office.opening(key) is None
+    # A trainer that comes again goes on after them.
+    assert reduction.push_pull(reduction.serve("worker0"), torch.ones(2)).sum() == 2
+
+
 def test_gradients_of_another_shape_than_the_others_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, push_other_shapes, Steps(tmp_path))
 

@@ -103,25 +103,6 @@ def leave_with_a_block(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) -> None:
-    run_on_ucx(1, take_late_openings)
-
-
-def take_late_openings(rank: int) -> None:
-    server = reduction.serve("worker0")
-    reduction.push_pull(server, torch.ones(2))
-    [key] = server.office.steps
-    before = server.office.opening(key)
-    assert before is not None
-    server.leave()
-    eventually(lambda: server.office.opening(key) is None, "the model is dropped")
-    for late in (before, before._replace(step=before.step + 1)):
-        server.office.receive(late)
-        assert server.office.opening(key) is None
-    # A trainer that comes again goes on after them.
-    assert reduction.push_pull(reduction.serve("worker0"), torch.ones(2)).sum() == 2
-
-
 def test_newcomer_without_a_lease_waits_for_its_donor(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(3, join_without_a_lease, Steps(tmp_path), options={"rpc_timeout": 10})
 
