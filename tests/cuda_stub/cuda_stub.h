@@ -26,7 +26,7 @@ void cudaStubHold(bool isHeld);
 // The number of calls of a driver function so far, by its name, such as "cuMemcpyAsync".
 uint64_t cudaStubCalls(const char* function);
 
-// Total time for which threads of this process have waited for a stream so far (cuStreamSynchronize).
+// The time that threads of this process have spent in cuStreamSynchronize so far, in total.
 uint64_t cudaStubBlockedUs();
 
 } // extern "C"

@@ -240,7 +240,7 @@ inline constexpr std::array<const char*, 7> kCounted{
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2"};
 
-// Writes the number of calls of the driver during its life, and the time for which threads waited for it.
+// Runs an action, and writes how often it called the driver and how long threads waited in it.
 template <typename Action>
 void counted(const Action& action) {
   std::map<std::string, uint64_t> before;

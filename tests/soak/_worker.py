@@ -191,7 +191,7 @@ def _what_is_left() -> dict[str, int]:
 
     def counts() -> dict[str, int]:
         gc.collect()
-        # Members' messages that came in between have waited for the GIL.
+        # Messages of members had to wait for the GIL in that time.
         time.sleep(0.05)
         metrics = agent().get_metrics()
         names = ("pool.in_use_bytes", "window.in_use_bytes", "window.waiting_messages", "agent.server_active_calls")

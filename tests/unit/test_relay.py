@@ -145,7 +145,7 @@ def test_the_store_has_what_a_relay_does_not_send(
         "{}",
         json.dumps({"places": "a name"}),
         json.dumps({"places": [None, 7, [], ["::1"], ["::1", 1 << 40], ["host.invalid", 1], ["::1", "1"]]}),
-        json.dumps({"places": ["nobody/listens", "\ud800", "x" * 1000, ["127.0.0.1", 1], ["::1", -1]]}),
+        json.dumps({"places": ["no/listener", "\ud800", "x" * 1000, ["127.0.0.1", 1], ["::1", -1]]}),
     ],
 )
 def test_a_forged_place_leads_to_the_store(monkeypatch: pytest.MonkeyPatch, readers: list[int], entry: str) -> None:

@@ -298,7 +298,7 @@ class _Arrivals:
         self._present: dict[str, Entry] = {}
 
     def read(self) -> bool:
-        """Read newly added entries. Returns False if there are none."""
+        """Read the new entries. Returns False if there are none."""
         before = self._position
         count = 1
         while True:

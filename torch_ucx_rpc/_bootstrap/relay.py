@@ -2,7 +2,7 @@
 
 The ranks are a tree with `FAN_OUT` below each. Rank 0 writes the packed records into the Store, and the workers below
 it read them there. Every other worker connects to the one above it, and gets the same bytes. So the Store sends the
-records to `FAN_OUT` workers, whatever the size of the group. What holds:
+records to `FAN_OUT` workers, whatever the size of the group. The invariants:
 
 1. A worker believes only bytes that have the digest in the verdict. So it does not matter who has sent them.
 2. If anything goes wrong, a worker reads the records from the Store, where they remain. It does so when the worker

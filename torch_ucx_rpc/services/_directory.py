@@ -70,7 +70,7 @@ class Directory:
         self.lock = threading.RLock()
         # Notified when the table has changed, and with each epoch.
         self.changed = threading.Condition(self.lock)
-        # Owners by name of the worker. One that has ended may remain, without offers.
+        # Owners by name of the worker. An owner that has ended may remain, without offers.
         self.owners: dict[str, Owner] = {}
         self.own = Owner(life.info.name, life.info.id, life.number, 0, {})
         # For callers, routes by name and replicas by life; for the callee, the served things by name.
@@ -305,7 +305,7 @@ class Directory:
             if epoch is None or (before is not None and epoch.number <= before.number):
                 return
             if before is not None and me not in before.members:
-                # A newcomer claims its names again, also after the group was founded anew.
+                # A newcomer claims its names again, also if the group was founded again.
                 self._is_settled = not self.own.offers
             self._epoch, self._lives = epoch, {one.name: one.life for one in epoch.members}
             self._take()
