@@ -54,6 +54,12 @@ def check_count(argument: str, least: int, expected: str, value: object) -> None
         raise wrong_value(argument, f"at least {least}, {expected}", value)
 
 
+def check_timeout(value: object) -> None:
+    # Accept all that torch accepts, NumPy's numbers too.
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise wrong_type("timeout", "a number of seconds, 0 for no limit", value)
+
+
 def check_path(argument: str, value: Any) -> None:
     check_type(argument, (str, os.PathLike), "a path, a str or Path", value)
     if not os.fspath(value):

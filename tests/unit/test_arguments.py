@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_ucx_rpc
-from torch_ucx_rpc import checkpoint, pipeline, reduction, services, testing
+from torch_ucx_rpc import channel, checkpoint, pipeline, reduction, services, testing
 from torch_ucx_rpc._arguments import got
 
 
@@ -30,6 +30,7 @@ def function(*_: Any) -> None:
     pass
 
 
+CHANNEL = object.__new__(channel.Channel)
 SERVER = object.__new__(reduction.Server)
 LATENCIES = torch_ucx_rpc.Latencies((1,), 1.0)
 
@@ -49,6 +50,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Latencies.percentile_us": (LATENCIES.percentile_us, {"percent": 99}),
     "Latencies.at_most_us": (LATENCIES.at_most_us, {"limit_us": 1}),
     "testing.FaultyUcxRpcBackendOptions": (testing.FaultyUcxRpcBackendOptions, {}),
+    "channel.Channel": (channel.Channel, {"group": "ring"}),
+    "channel.Channel.put": (CHANNEL.put, {"to": "w1", "tag": "x", "value": torch.ones(1)}),
+    "channel.Channel.take": (CHANNEL.take, {"source": "w1", "tag": "x"}),
+    "channel.Channel.take_into": (CHANNEL.take_into, {"source": "w1", "tag": "x", "into": torch.ones(1)}),
+    "channel.Channel.post": (CHANNEL.post, {"source": "w1", "tag": "x"}),
+    "channel.Channel.advance": (CHANNEL.advance, {"epoch": 1}),
     "services.call": (services.call, {"name": "score"}),
     "services.call_async": (services.call_async, {"name": "score"}),
     "services.call_role": (services.call_role, {"role": "trainer", "function": function}),
@@ -92,6 +99,10 @@ TAKES_NONE = {
     "UcxRpcBackendOptions.set_devices": {"devices"},
     "init_rpc": {"name", "rank", "world_size", "rpc_backend_options"},
     "testing.FaultyUcxRpcBackendOptions": {"messages_to_delay"},
+    "channel.Channel.put": {"timeout"},
+    "channel.Channel.take": {"timeout"},
+    "channel.Channel.take_into": {"timeout"},
+    "channel.Channel.post": {"into"},
     "services.call_role": {"kwargs"},
     "services.members": {"role"},
     "reduction.DataParallel": {"optimizer", "quorum"},
@@ -116,6 +127,9 @@ TAKES_AN_EMPTY_LIST = {
     "UcxRpcBackendOptions": {"devices"},
     "UcxRpcBackendOptions.set_devices": {"devices"},
     "testing.FaultyUcxRpcBackendOptions": {"messages_to_fail"},
+    "channel.Channel.put": {"value"},
+    "channel.Channel.take_into": {"into"},
+    "channel.Channel.post": {"into"},
     "services.call_role": {"args"},
     "reduction.serve": {"parameters"},
     "pipeline.DistributedPipeline": {"spares"},
@@ -133,6 +147,8 @@ MADE_BY_THE_PACKAGE = {
     "PeerStatistics",
     "ServiceStatistics",
     "Statistics",
+    "channel.Posted",
+    "channel.Sent",
     "checkpoint.Part",
     "checkpoint.SaveFuture",
     "pipeline.PipelineOptimizer",
@@ -184,6 +200,7 @@ def test_every_public_function_is_tried() -> None:
         f"{prefix}{name}": getattr(module, name)
         for prefix, module in {
             "": torch_ucx_rpc,
+            "channel.": channel,
             "checkpoint.": checkpoint,
             "pipeline.": pipeline,
             "reduction.": reduction,

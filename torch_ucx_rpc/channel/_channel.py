@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from torch_ucx_rpc._arguments import check_count, check_timeout, check_type, wrong_type, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc.channel._rpc_slots import rpc_slots
@@ -51,7 +52,7 @@ class Channel:
     """
 
     def __init__(self, group: str, *, epoch: int = 0) -> None:
-        _check(group, str, "group", "a str")
+        check_type("group", str, "a str", group)
         _check_epoch(epoch)
         self._group = group
         self._slots = slots()
@@ -91,10 +92,11 @@ class Channel:
             CallTimedOut: the receiver has not made room in time.
             WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
         """
-        _check(to, str, "to", "the name of a worker (str)")
-        _check(tag, str, "tag", "a str")
+        _check_worker("to", to)
+        check_type("tag", str, "a str", tag)
         is_single = isinstance(value, torch.Tensor)
         tensors = _tensors(value, "value")
+        _check_timeout(timeout)
         return self._slots.put(self._group, self._epoch, to, tag, tensors, is_single, timeout)
 
     def take(self, source: str, tag: str, *, timeout: float | None = None) -> Value:
@@ -110,6 +112,7 @@ class Channel:
             EpochEnded: this process has advanced the group in the meantime, or closed it.
             WorkerLost, WorkerLeft: the sender has gone before the value came. Raised only with UCX.
         """
+        _check_timeout(timeout)
         return self.post(source, tag).wait(timeout)
 
     def take_into(
@@ -121,7 +124,8 @@ class Channel:
         timeout: float | None = None,
     ) -> None:
         """Wait for a value, and receive it in these tensors. See `take` and `post`."""
-        self.post(source, tag, into).wait(timeout)
+        _check_timeout(timeout)
+        self.post(source, tag, _tensors(into, "into")).wait(timeout)
 
     def post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None = None) -> Posted:
         """Announce that a value is expected, before it comes. It then travels while this worker does other work.
@@ -136,8 +140,8 @@ class Channel:
 
         One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
         """
-        _check(source, str, "source", "the name of a worker (str)")
-        _check(tag, str, "tag", "a str")
+        _check_worker("source", source)
+        check_type("tag", str, "a str", tag)
         is_single = isinstance(into, torch.Tensor)
         tensors = None if into is None else _tensors(into, "into")
         return self._slots.post(self._group, self._epoch, source, tag, tensors, is_single)
@@ -163,21 +167,24 @@ class Channel:
 slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else rpc_slots())
 
 
-def _check(value: object, kind: type, name: str, expected: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {expected}; got {value!r} ({type(value).__name__})")
+def _check_worker(argument: str, value: object) -> None:
+    check_type(argument, str, "the name of a worker (str)", value)
 
 
-def _check_epoch(epoch: object) -> None:
-    if not isinstance(epoch, int) or isinstance(epoch, bool):
-        raise TypeError(f"epoch must be an int; got {epoch!r} ({type(epoch).__name__})")
-    if not 0 <= epoch < 2**63:
-        raise ValueError(f"epoch must be from 0 to 2**63 - 1; got {epoch}")
+def _check_timeout(timeout: object) -> None:
+    if timeout is not None:
+        check_timeout(timeout)
+
+
+def _check_epoch(epoch: int) -> None:
+    check_count("epoch", 0, "which counts up", epoch)
+    if epoch >= 2**63:
+        raise wrong_value("epoch", "below 2**63", epoch)
 
 
 def _tensors(value: object, name: str) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, torch.Tensor) for item in value):
-        raise TypeError(f"{name} must be a tensor or a list of tensors; got {value!r} ({type(value).__name__})")
+        raise wrong_type(name, "a tensor or a list of tensors", value)
     return list(value)

@@ -15,9 +15,9 @@ from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
 from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.futures import Future
 
-from torch_ucx_rpc._arguments import check_callable, check_count, check_flag, check_str, check_type, got
+from torch_ucx_rpc._arguments import check_callable, check_count, check_flag, check_str, check_timeout, check_type, got
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
-from torch_ucx_rpc.services._calls import check_timeout, route_to, unknown
+from torch_ucx_rpc.services._calls import route_to, unknown
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
 from torch_ucx_rpc.services._served import Served, value_of

@@ -20,7 +20,7 @@ from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import RPCExecMode
 from torch.futures import Future
 
-from torch_ucx_rpc._arguments import check_str, wrong_type
+from torch_ucx_rpc._arguments import check_str, check_timeout
 from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.services._directory import directory
@@ -83,12 +83,6 @@ class Route:
         args, kwargs, timeout = call
         future: Future[Any] = api._invoke_rpc(replica.info, self.function, mode, (self.name, *args), kwargs, timeout)
         return future
-
-
-def check_timeout(value: Any) -> None:
-    # Accept all that torch accepts, NumPy's numbers too.
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise wrong_type("timeout", "a number of seconds, 0 for no limit", value)
 
 
 def unknown(name: str) -> UnknownName:
