@@ -77,7 +77,7 @@ class GroupHandler {
 // Values that workers put under tags (rpc/channel.h).
 class PutHandler {
  public:
-  // What becomes of a value whose spans wait at its sender.
+  // The fate of a value whose spans wait at its sender.
   struct Verdict {
     enum class Fate : uint8_t { kReceive, kHold, kDrop };
     Fate fate = Fate::kReceive;

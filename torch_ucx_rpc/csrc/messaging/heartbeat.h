@@ -44,7 +44,7 @@ class Heartbeat {
     std::vector<Peer*> quiet; // peers to ask for a sign of life
     std::vector<Peer*> lost;
     std::vector<Peer*> suspect; // newly; one whose process is watched only if messages wait for it
-    std::vector<std::pair<Peer*, Milliseconds>> back; // no longer suspect, after so long
+    std::vector<std::pair<Peer*, Milliseconds>> back; // no longer suspect, after this silence
     std::vector<Peer*> met; // newly: something has come from it, and its process cannot be watched
   };
   // Checks the peers that this worker has, or has had, an endpoint to.

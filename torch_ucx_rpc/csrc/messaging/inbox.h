@@ -92,7 +92,7 @@ class Inbox final : public TransportListener {
   void receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into);
   void dropPut(Peer& from, uint64_t number);
 
-  // Drops the parts of an incomplete answer that nobody awaits.
+  // Drops the parts of an incomplete answer without a caller.
   void dropAnswer(const Peer& from, uint64_t callId);
 
   // Drops everything that has not been received from a peer that is gone. Its later frames are dropped as they come.

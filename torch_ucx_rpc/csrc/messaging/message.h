@@ -148,7 +148,7 @@ struct IncomingMessage {
   Admission admission; // its share of the receive window
 };
 
-// The error of a message of `bytes` that is not received for want of memory.
+// The error of a message of `bytes` that is refused for lack of memory.
 Error outOfMemoryFor(uint64_t bytes);
 // The error of a message whose caller has given up its call.
 Error callGivenUp();

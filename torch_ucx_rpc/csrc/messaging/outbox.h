@@ -66,7 +66,7 @@ class Outbox {
   // The peer has admitted this worker: sends the messages that have waited for that.
   void onAdmitted(Peer& peer);
 
-  // Ends all messages to a peer that is gone. Those that UCX cannot let go of yet end later (see Transport::abandon()).
+  // Ends all messages to a peer that is gone. Messages that UCX still holds end later (see Transport::abandon()).
   void abandon(Peer& peer);
 
   // Fails the messages that wait, and all later ones. To be called right before the transport is closed.
@@ -103,8 +103,8 @@ class Outbox {
   void finishKept(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
   void endKept(Connection& connection);
   void freeRoom(Connection& connection, OutgoingMessage& message);
-  // Has the receiver let go of the parts of a message whose other parts cannot leave. Those that wait here until it
-  // fetches them would never end otherwise.
+  // Makes the receiver drop the parts of a message whose other parts cannot leave. Otherwise parts that wait here to be
+  // fetched would never end.
   void withdraw(Connection& connection, const OutgoingMessage& message);
 
   Transport& transport_;

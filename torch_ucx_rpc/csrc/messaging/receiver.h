@@ -72,7 +72,7 @@ class Receiver {
     std::vector<c10::DataPtr> into = {}; // memory that is given for spans, by their index
   };
 
-  // Whether a message of so many more bytes must not be started yet. Tests pass the time.
+  // Whether a message of this many more bytes must wait. Tests pass the time.
   bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const {
     return isBusy(&Receiving::bytes, more, kReceivingBytes, now);
   }

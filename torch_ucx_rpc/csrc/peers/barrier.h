@@ -20,7 +20,7 @@ namespace torch_ucx_rpc {
 //
 // The ranks are a tree: the worker of rank r is above those of ranks r * fanOut + 1 to r * fanOut + fanOut. A worker's
 // parent is the nearest worker above it that is present; without one, the present worker of lowest rank. The worker
-// that has no parent is the coordinator. Arrivals travel up the tree, each worker passing on what it has collected. The
+// that has no parent is the coordinator. Arrivals travel up the tree, each worker passing on its collected ones. The
 // coordinator releases the round when every present worker has arrived, and the release travels down. So no worker
 // talks to more than its parent and `fanOut` others, as long as none dies. Up to 1 + fanOut workers, all arrive at the
 // coordinator itself.
@@ -58,7 +58,7 @@ class Barrier {
     int64_t sum = 0; // over the workers that were present at the end of the round
     Error lost; // says which workers have died; no error if none has
   };
-  // What a worker knows of a round.
+  // A worker's knowledge of a round.
   struct Arrivals {
     std::map<Rank, int64_t> values;
     std::set<Rank> gone; // without having arrived, as the sender or workers below it have seen

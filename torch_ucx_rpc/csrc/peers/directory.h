@@ -16,7 +16,7 @@ namespace torch_ucx_rpc {
 class Directory {
  public:
   // Adds a worker. It may have the rank and the name of a worker that is gone. It may also be that worker itself, so
-  // that a lost one can be tried anew. Throws std::invalid_argument if a worker that is there has the same rank, name
+  // that a lost one can be tried again. Throws std::invalid_argument if a worker that is there has the same rank, name
   // or session.
   void add(Member member);
 

@@ -31,7 +31,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   c10::intrusive_ptr<JitFuture> send(
       Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap);
 
-  // Returns when the future is complete or the agent shuts down. Meanwhile the caller drives progress, if no other
+  // Returns when the future is complete or the agent shuts down. Until then the caller drives progress, if no other
   // caller does.
   void waitDriving(JitFuture& future);
   // Returns likewise, but leaves driving to other threads.

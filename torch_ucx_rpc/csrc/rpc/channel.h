@@ -28,7 +28,7 @@
 namespace torch_ucx_rpc {
 
 // One-way tensors: a worker puts a value under a tag of another worker, where it waits to be taken. No function runs
-// for it and no thread is woken, except one that waits for this value; that thread drives meanwhile.
+// for it and no thread is woken, except one that waits for this value; that thread drives while it waits.
 //
 // A value is known by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
 // earlier epoch are dropped, and their senders told; those of a later epoch wait.
@@ -126,7 +126,7 @@ class Channel final : public PutHandler, public PeerObserver {
     uint64_t epoch = 0;
     std::map<uint64_t, std::unordered_map<std::string, Slot>> slots; // by epoch, then by sender and tag
   };
-  // What this worker has at another one, and owes it.
+  // This worker's values at another one, and its debts to it.
   struct Account {
     std::atomic<uint64_t> openBodyBytes{0}; // of puts to it that it has not taken
     std::atomic<uint64_t> lentBytes{0}; // to puts that have not left
@@ -134,7 +134,8 @@ class Channel final : public PutHandler, public PeerObserver {
     uint64_t owedBytes = 0; // of its puts that were taken here, and that it has not been told of
     std::unordered_map<std::string, uint64_t> refused; // groups in which it has dropped a put, and their epochs there
   };
-  // What follows an action, without the lock: operations of the messenger, and the deaths of messages and tensors.
+  // The consequences of an action, handled without the lock: operations of the messenger, and the deaths of messages
+  // and tensors.
   struct Aftermath;
 
   // Waits until isDone(), which must take no lock. False after the deadline.

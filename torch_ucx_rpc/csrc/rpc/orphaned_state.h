@@ -34,12 +34,12 @@ class OrphanedState final : public PeerObserver {
     return holders_;
   }
 
-  // Closes the contexts of distributed autograd that other workers have opened, at the end of this agent: nobody can
-  // tell a later one in this process that they are closed. To be called when no call begins any more.
+  // Closes the contexts of distributed autograd that other workers have opened, at the end of this agent: no worker can
+  // tell a later agent of this process that they are closed. To be called when no call begins any more.
   void closeContextsOfOthers() const;
 
-  // Releases all references to RRefs of this worker that are left, whoever holds them. For a shutdown in which a worker
-  // has died and the living have deleted their references: torch would wait for those of the dead.
+  // Releases all remaining references to RRefs of this worker, of any holder. For a shutdown in which a worker has died
+  // and the living have deleted their references: torch would wait for those of the dead.
   void releaseReferences() const;
 
   // PeerObserver.
@@ -52,12 +52,12 @@ class OrphanedState final : public PeerObserver {
 
   // Releases what workers of these ranks have left, and ends hopeless waits for any worker.
   void release(const Ranks& gone);
-  // Timer task: releases what has come up since.
+  // Timer task: releases later state of the dead.
   Timer::TimePoint releaseAgain(Timer::TimePoint now);
   // Whether an RRef that a thread or a call waits for may still get its value.
   bool mayStillGetValue(const RRefId& id) const;
   void endHopelessWait(const WaitForValue& wait) const;
-  // Whether whoever has opened a context of distributed autograd may still be there to close it.
+  // Whether the opener of a context of distributed autograd may still live to close it.
   bool mayStillBeClosed(int64_t context) const;
 
   const Rank self_;

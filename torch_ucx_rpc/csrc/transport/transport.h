@@ -140,7 +140,7 @@ class Transport {
   // Does everything that does not block, and returns how many things that were. 0: nothing to do now.
   virtual unsigned progress() = 0;
 
-  // Prepares for sleep. False: something happened meanwhile, call progress() first. True: the event fd will tell.
+  // Prepares for sleep. False: something has happened, call progress() first. True: the event fd will tell.
   virtual bool arm() = 0;
 
   // Sends and receives that have not completed, over all endpoints.
@@ -154,8 +154,8 @@ class Transport {
   // call repairState() under the worker lock. While it returns kUndecided, call scanForRepair() and then repairState()
   // again, every 20 ms or so.
   //
-  // repairState() takes microseconds. It closes a gap if the last scan has shown that nobody can be writing there any
-  // more.
+  // repairState() takes microseconds. It closes a gap if the last scan has shown that no process can be writing there
+  // any more.
   virtual RepairState repairState() {
     return RepairState::kWhole;
   }
@@ -170,8 +170,8 @@ class Transport {
   // endpoint may complete only with that one: UCX lets go of the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
-  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Rendezvous
-  // that nobody took are released. Afterwards only the destructor and scanForRepair() may be called.
+  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Untaken
+  // rendezvous are released. Afterwards only the destructor and scanForRepair() may be called.
   virtual void close(int64_t limitMs) = 0;
 };
 

@@ -55,7 +55,7 @@ enum StorageFlags : uint16_t {
 struct BodyPrefix {
   uint32_t messageType; // torch::distributed::rpc::MessageType
   uint32_t tensors; // of the message
-  uint32_t tensorRecords; // of the message, and their children
+  uint32_t tensorRecords; // tensors of the message, and their children
   uint32_t storages;
   uint64_t payloadBytes;
   uint32_t payloadSpan;

@@ -37,7 +37,7 @@ Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaI
 // send or receive (1.22), and the process would end with SIGSEGV. Takes some microseconds.
 Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes);
 
-// What a context may be given of CUDA devices. Needs the worker lock, but for canShare() and refusal().
+// The memory of CUDA devices that a context may get. Needs the worker lock, but for canShare() and refusal().
 class DeviceMemoryAccess {
  public:
   DeviceMemoryAccess() = default; // nothing, without a context

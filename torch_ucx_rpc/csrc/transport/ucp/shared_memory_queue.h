@@ -26,7 +26,8 @@ class SharedMemoryQueue {
   // Where the memory of such queues starts, in this process. The queues of a new worker are those that were not there
   // before.
   static std::set<uintptr_t> mapped();
-  // The queues in memory that is mapped now and was not `before`. Only queues of workers that nobody has sent to yet.
+  // The queues in memory that is mapped now and was not `before`. Only queues of workers that have received nothing
+  // yet.
   static std::vector<SharedMemoryQueue> mappedSince(const std::set<uintptr_t>& before);
 
   // Counts the slots that were ever taken.

@@ -27,7 +27,7 @@ class UcpRendezvousList {
 
   // Takes out one that is to be received. The caller owns its descriptor, which is null if UCX has it back.
   std::unique_ptr<UcpRendezvous> take(void* handle) noexcept;
-  // Gives up one that nobody will receive.
+  // Gives up a rendezvous that will not be received.
   void release(ucp_worker_h worker, void* handle) noexcept;
 
   // Gives all descriptors back to UCX. The handles stay valid.

@@ -2,7 +2,7 @@
 
 #include <string>
 
-// Says which UCX this is, to those who must not see UCX's headers too.
+// Says which UCX this is, also to sources that must not see UCX's headers.
 namespace torch_ucx_rpc {
 
 // Version ("1.22.0") and file of the libucp that this process has loaded. The file is empty where the linker does not
