@@ -6,6 +6,7 @@
 #include "sealed_job.h"
 
 #include <future>
+#include <thread>
 
 namespace torch_ucx_rpc {
 namespace {
@@ -295,6 +296,18 @@ TEST_F(ChannelTest, ValueThatComesAfterATimeoutWaitsForTheNextOne) {
   put(0, 1, "x", {at::ones({kMiB})});
   EXPECT_TRUE(take(1, 0, "x").front().equal(at::ones({kMiB})));
   EXPECT_TRUE(first.equal(at::zeros({kMiB})));
+}
+
+TEST_F(ChannelTest, WaitEndsAtItsTimeWithoutAnEvent) {
+  startInEpoch(2);
+  // A driver sleeps for half a second, unless something wakes it. A busy machine may be late a few times.
+  bool endsEarlier = false;
+  for (int attempt = 0; !endsEarlier && attempt < 5; ++attempt) {
+    const auto shorterSleep = std::async(std::launch::async, [] { std::this_thread::sleep_for(milliseconds(450)); });
+    EXPECT_NE(failureOf(1, post(1, 0, "never"), milliseconds(20)), "");
+    endsEarlier = shorterSleep.wait_for(milliseconds(0)) == std::future_status::timeout;
+  }
+  EXPECT_TRUE(endsEarlier);
 }
 
 TEST_F(ChannelTest, DeathOfTheSenderEndsWaits) {

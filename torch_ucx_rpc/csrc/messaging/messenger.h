@@ -102,8 +102,11 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Driving.
   bool lead() override; // of the executor's threads
   // See Progress::driveUntil().
-  bool driveUntil(Progress::IsDone isDone, std::optional<uint64_t> awaitedCall) {
-    return progress_.driveUntil(std::move(isDone), awaitedCall);
+  bool driveUntil(
+      Progress::IsDone isDone,
+      std::optional<uint64_t> awaitedCall,
+      Timer::TimePoint deadline = Timer::TimePoint::max()) {
+    return progress_.driveUntil(std::move(isDone), awaitedCall, deadline);
   }
   void wake() {
     progress_.wake();

@@ -269,7 +269,7 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
     if (Clock::now() >= deadline) {
       return false;
     }
-    if (!messenger_.driveUntil(isOver, std::nullopt)) { // another caller drives
+    if (!messenger_.driveUntil(isOver, std::nullopt, deadline)) { // another caller drives
       std::unique_lock lock(mutex_);
       changed_.wait_until(lock, std::min(Clock::now() + kSignalCheckPeriod, deadline), isOver);
     }

@@ -246,7 +246,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 
 // The ends of a rest. False ends the drive; after true the thread looks again.
 //
-//   waiting caller  false  a signal has come in, or the longest sleep is over
+//   waiting caller  false  a signal has come in, its deadline, or the end of the longest sleep
 //                   true   woken by anything else
 //   leader          false  at once: another leader sleeps, and so does a waiting caller
 //                   true   woken, or the longest sleep is over; then, where need be, after pollUnarmed()
@@ -256,7 +256,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 // drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
-    return sleep() != WaitSet::Slept::kForNothing; // else its thread looks for Ctrl-C, and then drives again
+    // After a sleep for nothing its thread looks for Ctrl-C, and then drives again.
+    return sleep(callerDeadline_) != WaitSet::Slept::kForNothing;
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();
   // The wake-up may have been meant for the waiting caller. This thread goes on to pollUnarmed(), which does not wait
@@ -312,8 +313,8 @@ void Progress::pollUnarmed(IsDone& isDone) {
   isPolledUnarmed_.store(false);
 }
 
-WaitSet::Slept Progress::sleep() {
-  const WaitSet::Slept slept = waitSet_.sleep();
+WaitSet::Slept Progress::sleep(WaitSet::Clock::time_point until) {
+  const WaitSet::Slept slept = waitSet_.sleep(until);
   if (slept == WaitSet::Slept::kUntilReadable) {
     queueWatches();
   }
@@ -332,11 +333,12 @@ void Progress::queueWatches() {
   }
 }
 
-bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall) {
+bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall, WaitSet::Clock::time_point deadline) {
   const std::unique_lock waitingCaller(waitingCallerMutex_, std::try_to_lock);
   if (!waitingCaller.owns_lock()) {
     return false;
   }
+  callerDeadline_ = deadline;
   const Driver driver{Role::kWaitingCaller, awaitedCall};
   while (!isDone()) {
     std::unique_ptr<EventBatch> events = drive(Role::kWaitingCaller, isDone);

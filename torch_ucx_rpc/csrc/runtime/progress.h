@@ -68,7 +68,11 @@ class Progress {
 
   // Drives as the waiting caller, and hands out all events. Ends when `isDone` returns true, when a signal has come in,
   // after half a second without events, or after close(). False, at once, if another thread is the waiting caller.
-  bool driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall);
+  // It ends at the deadline too, of which no event tells.
+  bool driveUntil(
+      IsDone isDone,
+      std::optional<uint64_t> awaitedCall,
+      WaitSet::Clock::time_point deadline = WaitSet::Clock::time_point::max());
 
   // Sets how many processes of the job share this machine. With Waiting::kAuto they spin only if each has a core.
   void setProcessesHere(size_t processes) {
@@ -118,7 +122,7 @@ class Progress {
     }
   }
   // Sleeps in the wait set, and queues the operations of descriptors that became readable.
-  WaitSet::Slept sleep();
+  WaitSet::Slept sleep(WaitSet::Clock::time_point until = WaitSet::Clock::time_point::max());
   // Queues the operations of watched descriptors that have become readable.
   void queueWatches();
   // Locks the worker mutex. A driver that spins under the lock makes room.
@@ -140,6 +144,7 @@ class Progress {
   unsigned spins_ = 0; // of all drivers, for looks at the watched descriptors
 
   std::mutex waitingCallerMutex_; // held by the waiting caller
+  WaitSet::Clock::time_point callerDeadline_{}; // waitingCallerMutex_
 
   std::atomic<int> lockWaiters_{0}; // threads in lockWorker()
   std::mutex queueMutex_;

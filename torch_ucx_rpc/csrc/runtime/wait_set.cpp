@@ -4,6 +4,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -54,10 +55,12 @@ WaitSet::WaitSet(int transportFd)
   add(epoll_.fd, transportFd, EPOLLIN | EPOLLET, kTransport);
 }
 
-WaitSet::Slept WaitSet::sleep() {
+WaitSet::Slept WaitSet::sleep(Clock::time_point until) {
   epoll_event event;
+  const Clock::duration left = std::clamp<Clock::duration>(until - Clock::now(), Clock::duration(0), kLongestSleep);
+  const auto limit = std::chrono::ceil<std::chrono::milliseconds>(left);
   // One event at a time: the next event is for the next sleeper.
-  if (epoll_wait(epoll_.fd, &event, 1, static_cast<int>(kLongestSleep.count())) <= 0) {
+  if (epoll_wait(epoll_.fd, &event, 1, static_cast<int>(limit.count())) <= 0) {
     return Slept::kForNothing;
   }
   switch (event.data.u64) {

@@ -2,6 +2,7 @@
 
 #include "base/unique_function.h"
 
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -20,9 +21,11 @@ class WaitSet {
   // Throws std::runtime_error if the process may open no more files. `transportFd` stays the caller's.
   explicit WaitSet(int transportFd);
 
-  // Why a sleep ended. kForNothing: a signal of the process, or the longest time of half a second.
+  using Clock = std::chrono::steady_clock;
+
+  // Why a sleep ended. kForNothing: a signal of the process, the end of half a second, or `until` has come.
   enum class Slept : uint8_t { kForNothing, kUntilWoken, kUntilTransport, kUntilReadable };
-  Slept sleep();
+  Slept sleep(Clock::time_point until = Clock::time_point::max());
 
   // Wakes the sleeper that went to sleep last; without one, the next sleep ends at once.
   void wake();
