@@ -44,6 +44,7 @@ class Trainer:
             at.prepared,
             at.void,
             self.is_in_step,
+            at.former,
             at.is_late,
             self.has_left,
             self.quorum,
@@ -148,6 +149,10 @@ class World:
 
     def take(self, one: Trainer, opening: Opening) -> None:
         if one.name in opening.donors:
+            furthest = max(
+                len(other.copy) for other in self.living() if other.epoch == one.epoch and not other.has_left
+            )
+            assert len(one.copy) == furthest, f"{one.name} begins, and another trainer has done more steps"
             one.standing.begin(opening.step, opening.committed)
         else:
             donor = self.trainers.get(self.random.choice(opening.donors))
@@ -252,6 +257,17 @@ def test_the_first_step_waits_for_a_silent_trainer(expected: int | tuple[str, ..
     workers.remove("t1")
     assert not ledger.look_again()
     assert ledger.openings[-1].contributors == ("t0",)
+
+
+def test_training_goes_on_from_the_latest_state_left() -> None:
+    # The trainers with step 9 have died. t1 fell behind before it had their state.
+    reports = {"t0": Report(1), "t1": Report(1, former=(5, 77), is_late=True), "t2": Report(1, former=(4, 66))}
+    ranks = {name: int(name[1:]) for name in reports}
+    ledger = Ledger("model", 3, ranks, SPEC, ("host",), reports["t0"], left=set())
+    ledger.resume(reports, ())
+    opening = ledger.openings[-1]
+    assert (opening.step, opening.committed, opening.donors) == (5, 77, ("t1",))
+    assert opening.recipients == ("t0", "t1", "t2")
 
 
 def test_parameters_that_do_not_come_in_time_are_an_error() -> None:

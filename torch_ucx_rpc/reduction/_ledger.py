@@ -32,11 +32,12 @@ class Standing:
 
     def __init__(self) -> None:
         self.step = self.committed = self.prepared = self.void = NEVER
+        self.former = (NEVER, NEVER)
         self.is_late = False
 
     def begin(self, step: int, committed: int) -> None:
         """Begin a step with its state."""
-        self.step, self.committed, self.prepared = step, committed, NEVER
+        self.step, self.committed, self.prepared, self.former = step, committed, NEVER, (NEVER, NEVER)
 
     def close(self) -> None:
         """Close the step: the prepared means have been applied."""
@@ -44,9 +45,10 @@ class Standing:
         self.is_late = False
 
     def lose(self, is_late: bool) -> None:
-        """Drop the state, so that another trainer's is taken; ``is_late`` in the middle of a step."""
+        """Give up the state for another trainer's later one; ``is_late`` in the middle of a step."""
+        former = self.step, self.committed
         self.begin(NEVER, NEVER)
-        self.is_late = is_late
+        self.former, self.is_late = former, is_late
 
     def judge(self, opening: Opening, me: str) -> Next:
         """Choose the reaction to an opening of the epoch that is in force."""
@@ -256,10 +258,14 @@ class Ledger:
 
     def _find_holders(self, trainers: Mapping[str, Report]) -> set[str]:
         """Choose trainers whose state becomes the model's, since none has that; none if it is too early."""
-        states = [(one.step, one.committed) for one in trainers.values() if one.step != NEVER]
-        if states and self._spec.optimizer is None:
-            self._step, self._committed = max(states)
-            return self._holders(trainers)
+        latest = max(_latest(one) for one in trainers.values())
+        if latest[1] != NEVER and self._spec.optimizer is None:
+            self._step, self._committed = latest
+            if not (holders := self._holders(trainers)):
+                # It has given this state up for a later one, which nobody has any more.
+                self._first = self._sorted(name for name, one in trainers.items() if _latest(one) == latest)[0]
+                holders = {self._first}
+            return holders
         wanting = {name for name, one in trainers.items() if one.step == NEVER}
         if not (self.has_begun or self._may_begin(wanting)):
             return set()
@@ -307,3 +313,8 @@ class Ledger:
             is_over,
         )
         self.openings.append(self._opening)
+
+
+def _latest(report: Report) -> tuple[int, int]:
+    """Return the step and commit of a trainer's parameters."""
+    return max((report.step, report.committed), report.former)

@@ -58,6 +58,8 @@ class Report(NamedTuple):
     void: int = NEVER
     # It has all gradients of its step.
     is_ready: bool = False
+    # The step and commit of its parameters, if it has no state, since the others had a later one.
+    former: tuple[int, int] = (NEVER, NEVER)
     # It takes another trainer's state in the middle of its step, so its gradients do not count.
     is_late: bool = False
     has_left: bool = False

@@ -130,6 +130,7 @@ class Steps:
             at.prepared,
             at.void,
             self._is_finishing,
+            at.former,
             at.is_late,
             has_left,
             self._quorum,
@@ -370,6 +371,13 @@ class Steps:
                 return
             state, step, committed = found
             self._copy.load(state)
+        if is_first and self.standing.former[1] != NEVER:
+            _logger.warning(
+                "%s: all trainers with a later state of %s have ended; it goes on from step %d",
+                self._office.name,
+                self.key,
+                step,
+            )
         with self._office.changed:
             self.standing.begin(step, committed)
             self._is_begun = is_first or self.standing.is_late

@@ -196,6 +196,11 @@ class Job:
         journal = self._folder / f"{name}-{self._processes[name].pid}.steps"
         return journal.stat().st_mtime if journal.exists() and journal.stat().st_size else None
 
+    def _number(self, name: str) -> int:
+        """Return the number of the last step that the process of this name has begun."""
+        journal = self._folder / f"{name}-{self._processes[name].pid}.steps"
+        return int(journal.read_text().splitlines()[-1].split()[1])
+
     def live(self, seconds: float) -> None:
         """Kill and restart for ``seconds``. Raises `Failed` if a process ends without an order or stalls."""
         give_up_at = time.monotonic() + _STARTING_S
@@ -228,8 +233,13 @@ class Job:
         living = [name for name in self._processes if name not in self._returns and name not in self._stopped]
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
+        numbers = {name: self._number(name) for name in trainers}
+        # A trainer in the step before has the state, or can still get it.
+        with_state = [name for name in trainers if numbers[name] >= max(numbers.values()) - 1]
+        if len(with_state) == 1:
+            trainers.remove(with_state[0])
         may_lose_host = len(hosts) > 1 or len(self._kind.hosts) == 1
-        candidates = [*(hosts if may_lose_host else []), *(trainers if len(trainers) > 1 else [])]
+        candidates = [*(hosts if may_lose_host else []), *trainers]
         if not candidates:
             return
         name = self._choices.choice(candidates)
