@@ -12,6 +12,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from tests.support.labs import VirtualHosts
 
 from ._processes import dump_stacks, kill, process_context, reserved_port
@@ -73,6 +75,10 @@ def run_workers(
     """
     __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="workers-") as directory, reserved_port() as port:
+        own_store = None
+        if backend == "TENSORPIPE" and not hosts:
+            # Its shutdown reads the Store last, and fails if rank 0 has ended with the Store by then.
+            own_store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         worker = Worker(
             world_size=world_size,
             backend=backend,
@@ -82,6 +88,7 @@ def run_workers(
             env={
                 "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
                 "MASTER_PORT": str(port),
+                **({} if own_store is None else {"TORCHELASTIC_USE_AGENT_STORE": "True"}),
                 **(env or {}),
             },
             init=init,
