@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed.rpc as rpc
@@ -291,4 +292,37 @@ def be_cut_off(rank: int, steps: Steps, fate: Fate, cut: str) -> None:
     numbers = [int(number) for _, number in sorted((float(at), number) for at, number in seen)]
     assert numbers == sorted(numbers), "two epochs were in force at one moment"
     assert numbers[0] == 1
+    rpc.shutdown(graceful=False)
+
+
+def test_a_member_learns_of_a_death_that_its_agent_missed(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, outlive_a_stranger, Steps(tmp_path), init=False, exit_codes={0: KILLED, 2: KILLED}, silent=False)
+
+
+def outlive_a_stranger(rank: int, steps: Steps) -> None:
+    send, on_gone = Group._call, members._Groups._on_gone
+    # worker1 hears of worker2 by worker0 alone.
+    if rank == 2:
+        send_to_worker0 = lambda group, to, messages: to.name == "worker1" or send(group, to, messages)  # noqa: E731
+        mock.patch.object(Group, "_call", send_to_worker0).start()
+    if rank == 1:
+        forget = lambda known, gone: gone.name == "worker2" or on_gone(known, gone)  # noqa: E731
+        mock.patch.object(members._Groups, "_on_gone", forget).start()
+    # They come one after the other, so worker0 decides.
+    if rank:
+        steps.wait_for(f"{rank} are members")
+    url = (steps.directory / "store").as_uri()
+    init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
+    group = members.group("test", LIMIT)
+    eventually(lambda: len(group.wait().members) == rank + 1, f"{rank + 1} are members")
+    steps.done(f"{rank + 1} are members")
+    eventually(lambda: len(group.wait().members) == 3, "all are members")
+    (steps.directory / f"pid {rank}").write_text(str(os.getpid()))
+    steps.meet("in", rank, 3)
+    if rank == 1:
+        for other in (2, 0):
+            os.kill(int((steps.directory / f"pid {other}").read_text()), signal.SIGKILL)
+        eventually(lambda: names(group) == ["worker1"], "the survivor goes on", PATIENCE_S)
+    else:
+        time.sleep(PATIENCE_S)
     rpc.shutdown(graceful=False)

@@ -38,7 +38,7 @@ from torch.futures import Future
 from torch_ucx_rpc._workers.epochs import BEAT, Epochs
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc._workers.lost import Gone
-from torch_ucx_rpc._workers.messages import Epoch, Member, Message
+from torch_ucx_rpc._workers.messages import Epoch, Member, Message, epochs_in
 from torch_ucx_rpc._workers.probes import Address, Lifelines
 
 __all__ = ["CutOff", "Epoch", "EpochOver", "Group", "Member", "group"]
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 # Default of the seconds of silence after which a member is left out.
 LIMIT_S = 5.0
-# In groups up to this size all members know each other's lifelines, not only the decider's.
+# In groups up to this size all members know each other's ports (`Lifelines`), otherwise only the decider's.
 _ACQUAINTED = 64
 # Limit of unanswered messages to a worker; further ones are dropped.
 _UNANSWERED = 4
@@ -219,7 +219,11 @@ class Group:
         with self._lock:
             now = time.monotonic()
             self._tick(now)
-            for one in self._epochs.quiet(now, self.limit / 2):
+            doubtful, epoch = self._epochs.quiet(now, self.limit / 2), self._epochs.epoch
+            if doubtful and epoch.decider != self.me:
+                # Whether the others may go on without the decider depends on who of them has ended, perhaps unnoticed.
+                doubtful = [one for one in epoch.members if one != self.me]
+            for one in doubtful:
                 self._known.ask_after(one)
 
     def _tick(self, now: float) -> None:
@@ -278,10 +282,10 @@ class Group:
         open_ = self._unanswered.get(info.name, 0)
         if open_ >= _UNANSWERED:
             return
-        sender = (self.me, self._known.address)
+        addresses = self._known.addresses_of(self.me, messages)
         try:
             call = rpc.rpc_async(
-                info, _receive, args=(self.name, self.limit, sender, messages), timeout=max(1.0, self.limit)
+                info, _receive, args=(self.name, self.limit, self.me, addresses, messages), timeout=max(1.0, self.limit)
             )
         except RuntimeError as error:
             _logger.debug("group %r: nothing can be sent to %s: %s", self.name, info.name, error)
@@ -335,14 +339,12 @@ class _Groups:
         self.ended: set[tuple[str, int]] = set()
         self._making = threading.Lock()
         self._lifelines = Lifelines(life.agent)
-        self.address = self._lifelines.own
-        self._addresses: dict[tuple[str, int], Address] = {}
         self._asking: dict[tuple[str, int], Callable[[], None]] = {}
         self._numbers: dict[str, int] = {}
+        self._addresses = {(life.info.name, self.number_of(life.info.name)): self._lifelines.own}
         # Workers that have been lost, and may still be members of a group.
         self._doubtful: set[tuple[str, int]] = set()
         self._calls: queue.SimpleQueue[tuple[Group, object, Epoch] | None] = queue.SimpleQueue()
-        self._is_over = threading.Event()
         life.watch(self._on_gone)
         if life.tells_ends and not life.is_static:
             life.before_leaving(self._leave)
@@ -392,10 +394,17 @@ class _Groups:
                 self._numbers.setdefault(peer["name"], peer["session"])
         return self._numbers.get(worker, self.life.number)
 
-    def meet(self, sender: Member, address: Address) -> None:
-        if (sender.name, sender.life) not in self._addresses:
-            self._addresses[(sender.name, sender.life)] = address
-            self._lifelines.meet(address)
+    def addresses_of(self, me: Member, messages: Sequence[Message]) -> dict[tuple[str, int], Address]:
+        """Return the addresses of this worker and of the members of all epochs in the messages."""
+        named = {me}.union(*(epoch.members for message in messages for epoch in epochs_in(message)))
+        keys = [(one.name, one.life) for one in (named if len(named) <= _ACQUAINTED else (me,))]
+        return {key: self._addresses[key] for key in keys if key in self._addresses}
+
+    def meet(self, addresses: dict[tuple[str, int], Address]) -> None:
+        for key, address in addresses.items():
+            if key not in self._addresses:
+                self._addresses[key] = address
+                self._lifelines.meet(address)
 
     def ask_after(self, one: Member) -> None:
         """Find out whether a worker has ended, without waiting."""
@@ -471,9 +480,11 @@ def group(name: str, limit: float = LIMIT_S) -> Group:
 # ---------------------------------------------------------------------------------------------- what others call here
 
 
-def _receive(name: str, limit: float, sender: tuple[Member, Address], messages: list[Message]) -> None:
+def _receive(
+    name: str, limit: float, sender: Member, addresses: dict[tuple[str, int], Address], messages: list[Message]
+) -> None:
     known = _groups()
-    known.meet(*sender)
+    known.meet(addresses)
     one = known.get(name, limit)
     if messages:
-        one.receive(sender[0], messages)
+        one.receive(sender, messages)

@@ -152,3 +152,9 @@ Message = (
     | Leave
     | Suspect
 )
+
+
+def epochs_in(message: Message) -> list[Epoch]:
+    """Return the epochs that a message tells of."""
+    accepted = (message.accepted or ()) if isinstance(message, Promise) else ()
+    return [part for part in (*message, *accepted) if isinstance(part, Epoch)]
