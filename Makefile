@@ -35,6 +35,8 @@ REPORTS := build/reports
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 # The tests of test-libraries.
 LIBRARIES ?= tests/libraries
+# Options of ctest for test-cpp.
+CTEST ?=
 
 # Each of these files says that something is installed. They live in the environment and go with it.
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
@@ -99,7 +101,7 @@ test: build ## The package: its Python tests, and the C++ tests that compile wit
 	@$(MAKE) --no-print-directory --keep-going test-light-cpp test-python
 
 test-cpp: build ## All C++ tests. Run them after any change to C++; they take minutes to compile
-	@$(call run-cpp-tests,cpp_tests,ctest)
+	@$(call run-cpp-tests,cpp_tests,ctest,$(CTEST))
 
 test-light-cpp: build
 	@$(call run-cpp-tests,light_cpp_tests,light,--label-regex light)

@@ -34,4 +34,3 @@ if(NOT GTest_FOUND)
     "torch_ucx_rpc: the C++ tests need GoogleTest: install it (Debian, Ubuntu: apt install libgtest-dev; "
     "conda install -c conda-forge gtest), or name one that is elsewhere: cmake -DGTest_ROOT=<prefix>.")
 endif()
-include(GoogleTest)

@@ -1,4 +1,5 @@
-# One GoogleTest executable for each tests/cpp/<layer>/<name>_test.cpp, its tests known to ctest one by one.
+# One GoogleTest executable for each tests/cpp/<layer>/<name>_test.cpp, which is one test of ctest. A process for each
+# test would load torch's libraries a thousand times.
 include(cmake/GoogleTest.cmake)
 enable_testing()
 # All of them, without the extension; and those that use nothing of torch's, which are compiled in a fraction of the time.
@@ -22,6 +23,11 @@ if(NOT TORCH_UCX_RPC_SANITIZE)
   target_precompile_headers(heavy_headers PRIVATE
     ${headers} <ATen/ATen.h> <torch/csrc/distributed/rpc/utils.h> <gtest/gtest.h>)
 endif()
+
+function(add_gtest name)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 300)
+endfunction()
 
 file(GLOB tests CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/tests/cpp/*/*_test.cpp")
 foreach(source IN LISTS tests)
@@ -47,8 +53,12 @@ foreach(source IN LISTS tests)
   endif()
   add_dependencies(cpp_tests ${name})
   target_compile_definitions(${name} PRIVATE TORCH_UCX_RPC_FUZZ_CORPUS="${CMAKE_SOURCE_DIR}/tests/fuzz/corpus")
-  gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 LABELS ${label} DISCOVERY_TIMEOUT 300)
+  add_gtest(${name})
+  set_tests_properties(${name} PROPERTIES LABELS ${label})
 endforeach()
+# Thousands of random schedules pay for optimization.
+set_source_files_properties("${CMAKE_SOURCE_DIR}/tests/cpp/peers/barrier_test.cpp"
+  "${CMAKE_SOURCE_DIR}/tests/cpp/messaging/resumption_test.cpp" PROPERTIES COMPILE_OPTIONS -O1)
 
 # The process that stranger_test runs, found beside it.
 add_executable(stranger "${CMAKE_SOURCE_DIR}/tests/cpp/support/stranger.cpp")
@@ -89,9 +99,10 @@ if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREA
   target_include_directories(device_agents_test PRIVATE "${CMAKE_SOURCE_DIR}/tests/cpp/support")
   target_compile_options(device_agents_test PRIVATE -fPIC)
   target_precompile_headers(device_agents_test REUSE_FROM ${precompiled})
-  foreach(name IN ITEMS device_lanes_test device_agents_test)
-    gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 300)
-  endforeach()
+  add_gtest(device_lanes_test)
+  add_gtest(device_agents_test)
+  # The longest begins first.
+  set_tests_properties(device_agents_test PROPERTIES COST 1)
 
   # What the sources say of cuda.h, where there is one: of a CUDA toolkit, or of the wheels beside torch.
   find_path(CUDA_HEADER_FOLDER cuda.h PATHS /usr/local/cuda/include "${Python_SITELIB}/nvidia/cu13/include" NO_CACHE)

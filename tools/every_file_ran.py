@@ -31,10 +31,10 @@ def missing(root: Path, reports: Iterable[Path]) -> list[str]:
     for report in reports:
         for case in ElementTree.parse(report).getroot().iter("testcase"):
             if case.find("skipped") is None:
-                # pytest: the class "tests.unit.test_a.TestB" of a file or of a class in it. ctest: "a_test.Suite.Test".
+                # pytest: the class "tests.unit.test_a.TestB" of a file or of a class in it. ctest: the name "a_test".
                 parts = (case.get("classname") or "").split(".")
                 ran |= {"/".join(parts[: length + 1]) for length in range(len(parts))}
-                ran.add(case.get("name", "").partition(".")[0])
+                ran.add(case.get("name"))
     tests = root / "tests"
     python = {
         str(file.relative_to(root)): str(file.relative_to(root).with_suffix("")) for file in tests.rglob("test_*.py")

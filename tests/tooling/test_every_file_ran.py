@@ -50,20 +50,19 @@ def test_file_that_no_run_collected_is_missing(tmp_path: Path) -> None:
 
 
 CTEST = """<testsuite>
-  <testcase name="a_test.Suite.Works" classname="a_test.Suite.Works" status="run"/>
-  <testcase name="b_test.Suite.IsSkipped" classname="b_test.Suite.IsSkipped" status="notrun"><skipped/></testcase>
-  <testcase name="c_test_NOT_BUILT" classname="c_test_NOT_BUILT" status="fail"><failure/></testcase>
+  <testcase name="a_test" classname="a_test" status="run"/>
+  <testcase name="b_test" classname="b_test" status="notrun"><skipped/></testcase>
 </testsuite>"""
 
 
 def test_cpp_executable_without_a_test_that_ran_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "cpp"
     folder.mkdir(parents=True)
-    for name in ("a", "b", "c", "d"):
+    for name in ("a", "b", "c"):
         (folder / f"{name}_test.cpp").touch()
     (tmp_path / "ctest.xml").write_text(CTEST)
     missing = every_file_ran.missing(tmp_path, [tmp_path / "ctest.xml"])
-    assert missing == [f"tests/cpp/{name}_test.cpp" for name in ("b", "c", "d")]
+    assert missing == [f"tests/cpp/{name}_test.cpp" for name in ("b", "c")]
 
 
 def test_files_that_need_a_gpu_exist() -> None:
