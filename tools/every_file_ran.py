@@ -34,7 +34,7 @@ def missing(root: Path, reports: Iterable[Path]) -> list[str]:
                 # pytest: the class "tests.unit.test_a.TestB" of a file or of a class in it. ctest: the name "a_test".
                 parts = (case.get("classname") or "").split(".")
                 ran |= {"/".join(parts[: length + 1]) for length in range(len(parts))}
-                ran.add(case.get("name"))
+                ran.add(case.get("name", ""))
     tests = root / "tests"
     python = {
         str(file.relative_to(root)): str(file.relative_to(root).with_suffix("")) for file in tests.rglob("test_*.py")
