@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 
@@ -16,6 +17,13 @@ SCHEDULES = int(os.environ.get("MEMBERSHIP_SCHEDULES", "100000"))
 LIMIT = 1.0
 
 
+# 100,000 schedules ask millions of times.
+@functools.cache
+def at_first(member: Member) -> Member:
+    """Return the key of a worker: its member before it joined."""
+    return member._replace(joined=0)
+
+
 class World:
     """A group of workers with clocks of their own, and the network between them.
 
@@ -24,7 +32,7 @@ class World:
     * Each number belongs to one epoch.
     * No worker is current in an epoch older than one in which a living worker has been current.
 
-    A worker is a key here: its member as it was at first.
+    `at_first` gives the key of a worker.
     """
 
     def __init__(self, seed: int, size: int) -> None:
@@ -59,9 +67,10 @@ class World:
     def check(self, one: Member) -> None:
         """Check the rules after an event at this worker."""
         machine = self.machines[one]
-        for member in machine.epoch.members:
-            if member._replace(joined=0) in self.seen[one]:
-                machine.die(member, self.clock(one))
+        if seen := self.seen[one]:
+            for member in machine.epoch.members:
+                if at_first(member) in seen:
+                    machine.die(member, self.clock(one))
         self.mail += [(machine.me, to, message) for to, message in machine.take_outgoing()]
         epoch = machine.epoch
         if one in self.stopped or not machine.is_current(self.clock(one)):
@@ -80,7 +89,7 @@ class World:
 
     def deliver(self, letter: tuple[Member, Member, object]) -> None:
         sender, to, message = letter
-        worker, origin = to._replace(joined=0), sender._replace(joined=0)
+        worker, origin = at_first(to), at_first(sender)
         if worker in self.stopped:
             self.mail.append(letter)
         elif worker in self.machines and (origin, worker) not in self.cuts:
@@ -239,7 +248,7 @@ class Line:
             busy = False
             for one, machine in self.machines.items():
                 for to, message in machine.take_outgoing():
-                    worker = to._replace(joined=0)
+                    worker = at_first(to)
                     if not self.away & {one, worker} and worker in self.machines:
                         busy = True
                         self.machines[worker].receive(machine.me, message, self.now)
