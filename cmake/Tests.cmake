@@ -29,12 +29,16 @@ function(add_gtest name)
   set_tests_properties(${name} PROPERTIES TIMEOUT 300)
 endfunction()
 
+# The fake of csrc/transport.
+add_library(loopback STATIC "${CMAKE_SOURCE_DIR}/tests/cpp/support/loopback_transport.cpp")
+target_include_directories(loopback PUBLIC "${CMAKE_SOURCE_DIR}/tests/cpp/support")
+target_link_libraries(loopback PUBLIC torch_ucx_rpc_core)
+
 file(GLOB tests CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/tests/cpp/*/*_test.cpp")
 foreach(source IN LISTS tests)
   cmake_path(GET source STEM name)
   add_executable(${name} "${source}")
-  target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}/tests/cpp/support")
-  target_link_libraries(${name} PRIVATE torch_ucx_rpc_ucp GTest::gtest_main)
+  target_link_libraries(${name} PRIVATE loopback torch_ucx_rpc_ucp GTest::gtest_main)
   # A test that uses nothing of torch's big libraries does not wait for them at its start.
   target_link_options(${name} PRIVATE -Wl,--as-needed)
   set_target_properties(${name} PROPERTIES

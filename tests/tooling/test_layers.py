@@ -19,7 +19,6 @@ MAY_INCLUDE = {
     "wire": {"wire", "base"},
     "memory": {"memory", "base"},
     "transport": BELOW_RUNTIME,
-    "transport/loopback": {"transport/loopback"} | BELOW_RUNTIME,
     "transport/ucp": {"transport/ucp"} | BELOW_RUNTIME,
     "runtime": {"runtime"} | BELOW_RUNTIME,
     "peers": {"peers", "runtime"} | BELOW_RUNTIME,

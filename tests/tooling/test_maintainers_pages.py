@@ -31,7 +31,7 @@ def test_the_drawing_of_the_layers_is_the_rule() -> None:
     drawing = re.search(r"## Layers.*?```\n(.*?)```", read(PAGES / "architecture.md"), re.DOTALL)
     assert drawing
     chains = [chain.split("  <  ") for line in drawing[1].splitlines() for chain in re.split(r" {3,}", line.strip())]
-    assert set(MAY_INCLUDE) - {"transport/loopback", "transport/ucp"} == {
+    assert set(MAY_INCLUDE) - {"transport/ucp"} == {
         layer for chain in chains for group in chain for layer in group.split(", ")
     }
     for lower, upper in ((a, b) for chain in chains for a, b in itertools.pairwise(chain)):

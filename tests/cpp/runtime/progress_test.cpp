@@ -1,9 +1,9 @@
 #include "runtime/progress.h"
 
 #include "eventually.h"
+#include "loopback_transport.h"
 #include "outcome.h"
 #include "stalls.h"
-#include "transport/loopback/loopback_transport.h"
 
 #include <gtest/gtest.h>
 #include <sys/eventfd.h>

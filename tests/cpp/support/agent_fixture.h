@@ -6,10 +6,10 @@
 
 #include "eventually.h"
 #include "gate.h"
+#include "loopback_transport.h"
 #include "memory/host_pool.h"
 #include "outcome.h"
 #include "torch_messages.h"
-#include "transport/loopback/loopback_transport.h"
 #include "wire/body.h"
 
 #include <ATen/ATen.h>

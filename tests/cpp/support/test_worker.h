@@ -4,9 +4,9 @@
 // thread drives: frames are taken in, and events handed out, when the test says so.
 
 #include "eventually.h"
+#include "loopback_transport.h"
 #include "memory/devices_in_use.h"
 #include "messaging/messenger.h"
-#include "transport/loopback/loopback_transport.h"
 
 #include <gtest/gtest.h>
 

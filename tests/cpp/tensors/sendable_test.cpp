@@ -2,9 +2,9 @@
 
 #include "tensors/sendable.h"
 
+#include "loopback_transport.h"
 #include "memory/host_pool.h"
 #include "tensors/tensor_codec.h"
-#include "transport/loopback/loopback_transport.h"
 
 #include <ATen/ATen.h>
 #include <ATen/FunctionalTensorWrapper.h>

@@ -1,8 +1,8 @@
 #include "tensors/tensor_codec.h"
 
 #include "eventually.h"
+#include "loopback_transport.h"
 #include "memory/host_pool.h"
-#include "transport/loopback/loopback_transport.h"
 
 #include <ATen/ATen.h>
 #include <ATen/native/quantized/AffineQuantizerBase.h>

@@ -1,6 +1,6 @@
 // Faults on demand, which only the loopback network has. The rest is in transport_contract_test.cpp.
 
-#include "transport/loopback/loopback_transport.h"
+#include "loopback_transport.h"
 
 #include "outcome.h"
 

@@ -2,8 +2,8 @@
 
 #include "base/bytes.h"
 #include "eventually.h"
+#include "loopback_transport.h"
 #include "outcome.h"
-#include "transport/loopback/loopback_transport.h"
 #include "transport/transport.h"
 #include "ucp_lanes.h"
 

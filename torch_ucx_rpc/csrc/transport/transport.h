@@ -13,7 +13,7 @@
 #include <vector>
 
 // The seam between the agent's messages and the way they travel. There are two implementations: ucp/ sends UCX active
-// messages, loopback/ stays inside the process and makes faults on demand, for tests.
+// messages, and tests/cpp/support/loopback_transport.h stays inside the process and makes faults on demand.
 // tests/cpp/transport/transport_contract_test.cpp states the contract below as tests, which run on both.
 //
 // Threads. A transport is single-threaded: the caller holds the worker lock for every method. The exceptions are

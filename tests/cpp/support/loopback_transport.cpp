@@ -1,4 +1,4 @@
-#include "transport/loopback/loopback_transport.h"
+#include "loopback_transport.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>
