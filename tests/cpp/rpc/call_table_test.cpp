@@ -66,28 +66,6 @@ TEST_F(CallTableTest, TakenCallIsGone) {
   EXPECT_EQ(table_.size(), 0u);
 }
 
-TEST_F(CallTableTest, KnowsTheLatestOpenCallOfEachThread) {
-  const std::thread::id other = std::thread().get_id();
-  const std::thread::id self = std::this_thread::get_id();
-  const auto openFrom = [&](std::thread::id sender) {
-    CallTable::Call made = call(*a_);
-    made.sender = sender;
-    return table_.open(std::move(made), isEarliest_);
-  };
-  EXPECT_FALSE(table_.latestOf(self));
-  const uint64_t first = openFrom(self);
-  const uint64_t second = openFrom(self);
-  const uint64_t others = openFrom(other);
-  EXPECT_EQ(table_.latestOf(self), second);
-  EXPECT_EQ(table_.latestOf(other), others);
-  ASSERT_TRUE(table_.take(first, *a_));
-  EXPECT_EQ(table_.latestOf(self), second) << "an earlier call has been answered";
-  ASSERT_TRUE(table_.take(second, *a_));
-  EXPECT_FALSE(table_.latestOf(self));
-  EXPECT_EQ(table_.takeAll().size(), 1u);
-  EXPECT_FALSE(table_.latestOf(other));
-}
-
 TEST_F(CallTableTest, IdsAreNotUsedAgain) {
   const uint64_t first = open(*a_);
   ASSERT_TRUE(table_.take(first, *a_));

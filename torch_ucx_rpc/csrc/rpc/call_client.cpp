@@ -27,6 +27,10 @@ namespace {
 // send() goes on, but programs may send such requests without torch.
 constexpr auto kRRefPatience = std::chrono::seconds(10);
 
+// The call that this thread has made last, which may be over. rpc_sync and RRef.to_here() make a call and then wait, so
+// the thread waits for this call. The future cannot tell: torch derives another one from the call's.
+thread_local trace::CallId latestCall;
+
 // Whether a failure concerns one message only: the callee lives, and this worker too.
 bool isOfMessage(RpcFailure::Kind kind) {
   return kind == RpcFailure::Kind::kMessageRefused || kind == RpcFailure::Kind::kNotSent ||
@@ -79,10 +83,10 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     constexpr std::chrono::milliseconds kLongest(std::numeric_limits<uint32_t>::max());
     outgoing->header.deadlineMs = !mustRun && timeout < kLongest ? static_cast<uint32_t>(timeout.count()) : 0;
   }
-  call.sender = std::this_thread::get_id();
   call.nesting = Executor::markBlocked();
   c10::intrusive_ptr<JitFuture> future = call.future;
-  span.belongsTo({self_.session, begin(std::move(call), std::move(outgoing))});
+  latestCall = {self_.session, begin(std::move(call), std::move(outgoing))};
+  span.belongsTo(latestCall);
   return future;
 }
 
@@ -356,7 +360,7 @@ void CallClient::shutDown() {
 // ------------------------------------------------------------------------------------------------------ waiting
 
 void CallClient::waitDriving(JitFuture& future) {
-  const std::optional<uint64_t> awaited = calls_.latestOf(std::this_thread::get_id());
+  const auto awaited = latestCall.session == self_.session ? std::optional(latestCall.number) : std::nullopt;
   while (!future.completed() && !lifetime_.isClosed()) {
     if (!messenger_.driveUntil([&] { return future.completed() || lifetime_.isClosed(); }, awaited)) {
       waitIdle(future); // another caller drives

@@ -31,7 +31,6 @@ bool CallClient::sendFailure(CallTable::Call& call) {
   if (request == nullptr) {
     return false;
   }
-  call.sender = {}; // the thread may have made another call since, which is the one that it waits for
   call.deadline = call.end();
   call.eager = {};
   Peer& owner = *call.to;
@@ -41,7 +40,6 @@ bool CallClient::sendFailure(CallTable::Call& call) {
 
 void CallClient::sendFailureLater(CallTable::Call call, std::chrono::milliseconds delay) {
   const CallTable::Clock::time_point when = std::min(CallTable::Clock::now() + delay, call.end());
-  call.sender = {};
   call.deadline = when;
   bool isEarliest = false;
   calls_.open(std::move(call), isEarliest);

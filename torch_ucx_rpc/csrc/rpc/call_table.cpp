@@ -13,8 +13,6 @@ uint64_t CallTable::open(Call call, bool& isEarliest) {
     deadline = deadlines_.emplace(call.deadline, id);
     isEarliest = deadline == deadlines_.begin();
   }
-  // A thread has one entry, for its latest call alone. It goes with that call, so ended threads leave none.
-  latest_[call.sender] = id;
   entries_.emplace(id, Entry{std::move(call), deadline});
   return id;
 }
@@ -24,9 +22,6 @@ CallTable::Call CallTable::removeLocked(Entries::iterator entry) {
     deadlines_.erase(entry->second.deadline);
   }
   Call call = std::move(entry->second.call);
-  if (const auto latest = latest_.find(call.sender); latest != latest_.end() && latest->second == entry->first) {
-    latest_.erase(latest);
-  }
   entries_.erase(entry);
   return call;
 }
@@ -38,12 +33,6 @@ std::optional<CallTable::Call> CallTable::take(uint64_t id, const Peer& peer) {
     return std::nullopt;
   }
   return removeLocked(entry);
-}
-
-std::optional<uint64_t> CallTable::latestOf(std::thread::id sender) const {
-  const std::lock_guard lock(mutex_);
-  const auto latest = latest_.find(sender);
-  return latest != latest_.end() ? std::optional(latest->second) : std::nullopt;
 }
 
 // All open calls are looked at. A peer ends seldom, and an index by peer would cost every call.
@@ -68,7 +57,6 @@ std::vector<CallTable::Call> CallTable::takeAll() {
   }
   entries_.clear();
   deadlines_.clear();
-  latest_.clear();
   return calls;
 }
 

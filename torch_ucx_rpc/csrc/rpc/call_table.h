@@ -12,7 +12,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -38,7 +37,6 @@ class CallTable {
     // Why it has not made its RRef. The owner is told so, and the call ends when the owner has answered that.
     std::optional<std::string> failure;
     Clock::time_point deadline = Clock::time_point::max();
-    std::thread::id sender; // the thread that made the call
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
     EagerCredit eager; // given back with the call
 
@@ -53,10 +51,6 @@ class CallTable {
 
   // Takes out a call to `peer`. Nothing if the call is not open, or is to another peer.
   std::optional<Call> take(uint64_t id, const Peer& peer);
-
-  // The call that a thread has made last, while it is open. rpc_sync and RRef.to_here() make a call and then wait, so
-  // the thread waits for this call. The future cannot tell: torch derives another one from the call's.
-  std::optional<uint64_t> latestOf(std::thread::id sender) const;
 
   // Take out all calls to a peer, and all calls.
   std::vector<Call> takeAllTo(const Peer& peer);
@@ -90,7 +84,6 @@ class CallTable {
   // Guarded by mutex_:
   Entries entries_;
   std::multimap<Clock::time_point, uint64_t> deadlines_;
-  std::unordered_map<std::thread::id, uint64_t> latest_; // the latest open call of each thread
   uint64_t nextId_ = 0;
 };
 
