@@ -151,7 +151,7 @@ TEST_F(ResumptionTest, KeptEagerBodiesAreBoundedAndTheRestCanBeCanceled) {
     post(Kind::kRequest, call, kBody);
   }
   exchangeAll();
-  EXPECT_LE(one_.peer(1).resendBytes.load(), Connection::Load::kMaxEagerBytes);
+  EXPECT_LE(one_.peer(1).resendBytes.load(), OutgoingLoad::kMaxEagerBytes);
   const size_t arrived = notesOfTwo().size();
   EXPECT_GT(arrived, 100u);
   EXPECT_LT(arrived, 200u);

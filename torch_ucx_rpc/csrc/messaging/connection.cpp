@@ -85,7 +85,7 @@ Connection* Connections::find(EndpointId endpoint) const {
 
 void Connections::noteArrival(Connection& connection, uint64_t bytes) {
   Connection::Incoming& incoming = connection.incoming;
-  incoming.unacknowledgedBytes += bytes + Connection::Load::kEagerOverhead;
+  incoming.unacknowledgedBytes += bytes + OutgoingLoad::kEagerOverhead;
   if (!std::exchange(incoming.isOwing, true)) {
     owing_.push_back(&connection);
   }

@@ -23,6 +23,37 @@
 
 namespace torch_ucx_rpc {
 
+// The messages of one queue that the transport has not finished.
+struct OutgoingLoad {
+  // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while
+  // the peer does not read (while it is stopped, for one). It never gives up a message in that queue, not even one
+  // whose call has timed out.
+  static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
+  // The bytes that a message costs the transport beside its body.
+  static constexpr uint64_t kEagerOverhead = 512;
+
+  size_t parts = 0; // by rendezvous
+  uint64_t eagerBytes = 0;
+
+  // A message that is larger than a limit leaves alone.
+  bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
+    if (message.rendezvousParts() == 0) {
+      return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
+    }
+    return parts == 0 || parts + message.rendezvousParts() <= share.parts();
+  }
+  void account(const OutgoingMessage& message, bool begins) {
+    if (message.rendezvousParts() == 0) {
+      eagerBytes += begins ? eagerBytesOf(message) : -eagerBytesOf(message);
+    } else {
+      parts += begins ? message.rendezvousParts() : -message.rendezvousParts();
+    }
+  }
+  static uint64_t eagerBytesOf(const OutgoingMessage& message) {
+    return message.body.size() + kEagerOverhead;
+  }
+};
+
 // Everything between this worker and one life of a peer: the endpoint, the seals, the messages that wait to be sent or
 // are being received, and the time of silence. The first message to or from the peer makes it. It lives as long as the
 // agent, since operations of the transport may end late and name it.
@@ -89,41 +120,10 @@ class Connection {
     return (kind == wire::Kind::kResponse ? 2 : 0) + (isEager ? 1 : 0);
   }
 
-  // The messages of one queue that the transport has not finished.
-  struct Load {
-    // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while
-    // the peer does not read (while it is stopped, for one). It never gives up a message in that queue, not even one
-    // whose call has timed out.
-    static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
-    // The bytes that a message costs the transport beside its body.
-    static constexpr uint64_t kEagerOverhead = 512;
-
-    size_t parts = 0; // by rendezvous
-    uint64_t eagerBytes = 0;
-
-    // A message that is larger than a limit leaves alone.
-    bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
-      if (message.rendezvousParts() == 0) {
-        return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
-      }
-      return parts == 0 || parts + message.rendezvousParts() <= share.parts();
-    }
-    void account(const OutgoingMessage& message, bool begins) {
-      if (message.rendezvousParts() == 0) {
-        eagerBytes += begins ? eagerBytesOf(message) : -eagerBytesOf(message);
-      } else {
-        parts += begins ? message.rendezvousParts() : -message.rendezvousParts();
-      }
-    }
-    static uint64_t eagerBytesOf(const OutgoingMessage& message) {
-      return message.body.size() + kEagerOverhead;
-    }
-  };
-
-  // A way to the peer. The messages that it carries keep a pointer to it.
+  // A way to the peer. Its loads stay where they are, since messages point to them.
   struct Path {
     std::optional<EndpointId> endpoint;
-    Load loads[kQueues];
+    OutgoingLoad loads[kQueues];
   };
   Path& path() {
     return paths.front();

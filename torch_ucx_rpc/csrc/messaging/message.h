@@ -28,6 +28,8 @@ class Lender {
   virtual bool mayRunUserCode() const = 0;
 };
 
+struct OutgoingLoad; // connection.h
+
 // A message on its way out.
 struct OutgoingMessage {
   // A body up to this size travels eagerly. A larger one would cost the receiver UCX's own reassembly buffer and
@@ -112,8 +114,8 @@ struct OutgoingMessage {
   Error error; // the first error
   bool hasBodyArrived = false; // see hasArrived()
   bool isKept = false; // by KeptMessages, until the peer has it
-  bool takesRoom = false; // of Connection::Load
-  bool isUnderWay = true; // counted in Outgoing::underWay
+  OutgoingLoad* takesRoomOf = nullptr;
+  bool isUnderWay = false; // counted in Outgoing::underWay
 };
 
 // A message that has arrived whole, in memory.

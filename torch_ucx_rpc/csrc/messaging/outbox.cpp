@@ -12,6 +12,19 @@ using Messages = Connection::Outgoing::Messages;
 
 namespace {
 
+// Another endpoint does not help against these.
+bool isFinal(const Error& error) {
+  switch (error.code()) {
+    case ErrorCode::kDeviceFailed:
+    case ErrorCode::kInternal:
+    case ErrorCode::kProtocol:
+    case ErrorCode::kShutDown:
+      return true;
+    default:
+      return false;
+  }
+}
+
 bool isQueued(const OutgoingMessage& message) {
   return wire::isMessage(message.header.kind);
 }
@@ -85,6 +98,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
     return;
   }
   // Not counted before: a worker that leaves waits for all that is under way, and a peer may never admit it.
+  message->isUnderWay = true;
   ++connection.outgoing.underWay;
   if (isReady(connection, *message)) {
     enqueue(connection, std::move(message));
@@ -128,18 +142,18 @@ void Outbox::sendReady(Connection& connection) {
 
 void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> message) {
   // Messages that are about to fail take no room.
-  const bool counts = isQueued(*message) && canLeave(connection) && !message->error;
-  if (counts) {
+  OutgoingLoad* room = nullptr;
+  if (isQueued(*message) && canLeave(connection) && !message->error) {
     const size_t queue = Connection::queueOf(*message);
     auto& waiting = connection.outgoing.waiting[queue];
+    room = &connection.path().loads[queue];
     // Even if there is room, a message does not pass those that wait. One that waits can be canceled.
-    if (!waiting.empty() || connection.state() == Connection::State::kResuming ||
-        !connection.path().loads[queue].hasRoomFor(*message, share_)) {
+    if (!waiting.empty() || connection.state() == Connection::State::kResuming || !room->hasRoomFor(*message, share_)) {
       waiting.emplace(message->header.callId, std::move(message));
       return;
     }
   }
-  start(connection, std::move(message), counts ? &connection.path() : nullptr);
+  start(connection, std::move(message), room);
 }
 
 void Outbox::startDeferred(Connection& connection) {
@@ -209,7 +223,7 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
 
 void Outbox::startFirst(Connection& connection, size_t queue) {
   auto& waiting = connection.outgoing.waiting[queue];
-  start(connection, std::move(waiting.extract(waiting.begin()).mapped()), &connection.path());
+  start(connection, std::move(waiting.extract(waiting.begin()).mapped()), &connection.path().loads[queue]);
 }
 
 void Outbox::failWaiting(Connection& connection) {
@@ -222,74 +236,80 @@ void Outbox::failWaiting(Connection& connection) {
   }
 }
 
-void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owned, Path* path) {
-  OutgoingMessage* message = owned.release(); // finish() owns it again
-  if (path != nullptr) {
-    path->loads[Connection::queueOf(*message)].account(*message, true);
+void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owned, OutgoingLoad* room) {
+  OutgoingMessage& message = *owned.release(); // KeptMessages owns it next, or finish() at its end
+  if (room != nullptr) {
+    message.takesRoomOf = room;
+    room->account(message, true);
   }
-  message->unfinished = 1 + message->pieces.size(); // before the first send, which may complete at once
-  if (Error error = message->error ? message->error : connect(connection, *message)) {
-    finish(message, path, message->unfinished, std::move(error));
+  if (Error error = message.error ? message.error : connect(connection, message)) {
+    message.unfinished = 1;
+    finish(message, /*endpoint=*/0, 1, std::move(error));
     return;
   }
   Peer& peer = connection.peer();
   peer.isMet.store(true, std::memory_order_relaxed);
-  peer.bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
-  const wire::Kind kind = message->header.kind;
+  peer.bytesSent.fetch_add(message.totalBytes(), std::memory_order_relaxed);
+  const wire::Kind kind = message.header.kind;
   const bool isNumbered = kind != wire::Kind::kJoin && kind != wire::Kind::kReceived;
   const bool isKept = isNumbered && connection.mayResume();
   KeptMessages& kept = connection.outgoing.kept;
   if (isKept || (isNumbered && connection.sealer.has_value())) {
-    kept.number(*message); // in the order in which the frames leave
+    kept.number(message); // in the order in which the frames leave
   }
   const wire::ReplayWindow& received = connection.incoming.received;
-  message->forEachFrame([&](wire::Header& header, bool /*hasArrived*/) {
+  message.forEachFrame([&](wire::Header& header, bool /*hasArrived*/) {
     header.acknowledged = static_cast<uint32_t>(received.firstMissing());
   });
   if (received.missing().empty()) {
     connection.incoming.unacknowledgedBytes = 0;
   }
-  message->sealFrames(connection.sealer);
+  message.sealFrames(connection.sealer);
   if (isKept) {
-    message->takesRoom = path != nullptr;
-    kept.add(std::unique_ptr<OutgoingMessage>(message));
+    kept.add(std::unique_ptr<OutgoingMessage>(&message));
     peer.resendBytes.store(kept.bytes(), std::memory_order_relaxed);
-    message->unfinished = 0;
-    if (connection.endpoint().has_value()) { // else it leaves when there is one
-      sendKept(connection, *message);
-    }
-    return;
   }
-  if (!connection.endpoint().has_value()) { // a goodbye, or what resume() sends again
-    finish(message, path, message->unfinished, {ErrorCode::kCanceled, "there is no endpoint at present"});
-    return;
+  if (connection.endpoint().has_value()) {
+    sendFrames(connection, message);
+  } else if (!isKept) { // a goodbye, or what resume() sends again; a kept message leaves when there is one
+    message.unfinished = 1;
+    finish(message, /*endpoint=*/0, 1, {ErrorCode::kCanceled, "there is no endpoint at present"});
   }
+}
+
+void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
   const EndpointId endpoint = *connection.endpoint();
-  for (size_t index = 0; index < message->pieces.size(); ++index) {
-    const OutgoingMessage::Piece& piece = message->pieces[index];
-    transport_.send(
-        endpoint,
-        piece.header,
-        piece.bytes,
-        SendMode::kRendezvous,
-        [this, message, path](Error error) {
-          message->to->connection->silence.heardSinceCheck |= !error; // the peer has fetched it
-          finish(message, path, 1, std::move(error));
-        },
-        piece.memory);
+  size_t left = 0;
+  message.forEachFrame([&](const wire::Header& /*header*/, bool hasArrived) { left += hasArrived ? 0 : 1; });
+  if (!std::exchange(message.isUnderWay, true)) {
+    ++connection.outgoing.underWay;
+  }
+  message.unfinished += left; // before the first send, which may complete at once
+  for (OutgoingMessage::Piece& piece : message.pieces) {
+    if (piece.hasArrived) {
+      continue;
+    }
+    --left;
+    const auto onDone = [this, &message, endpoint](Error error) {
+      message.to->connection->silence.heardSinceCheck |= !error; // the peer has fetched it
+      finish(message, endpoint, 1, std::move(error));
+    };
+    transport_.send(endpoint, piece.header, piece.bytes, SendMode::kRendezvous, onDone, piece.memory);
     // The message is still there: its body, which has not been sent, counts as unfinished.
-    if (message->error) {
-      finish(message, path, message->pieces.size() - index, {}); // the later pieces and the body do not leave
+    if (message.error) {
+      finish(message, endpoint, left, {}); // the later pieces and the body do not leave
       return;
     }
-    message->hasLeftInPart = true;
+    message.hasLeftInPart = true;
   }
-  // This send may finish the message at once, and destroy it. Do not touch it afterwards. The end of an eager send is
-  // not a sign of life: UCX may have copied the bytes, and the peer not read them.
-  const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
-  transport_.send(endpoint, message->header, message->body, mode, [this, message, path](Error error) {
-    finish(message, path, 1, std::move(error));
-  });
+  if (!message.hasBodyArrived) {
+    // This send may finish the message at once, and destroy it. Do not touch it afterwards. The end of an eager send is
+    // not a sign of life: UCX may have copied the bytes, and the peer not read them.
+    const SendMode mode = message.isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
+    transport_.send(endpoint, message.header, message.body, mode, [this, &message, endpoint](Error error) {
+      finish(message, endpoint, 1, std::move(error));
+    });
+  }
 }
 
 // The consequence of an error. "Local" errors (isLocal() in base/error.h) are this process's, and say nothing about the
@@ -307,30 +327,45 @@ void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owne
 //
 // A message that has left in part never strands: at its first error withdraw() has the receiver told. Once the peer is
 // gone or the outbox is closed nothing strands, and no frame tells the receiver.
-void Outbox::finish(OutgoingMessage* message, Path* path, size_t parts, Error error) {
-  Connection& connection = *message->to->connection;
-  if (error && !message->error) {
-    message->error = std::move(error);
-    if (message->hasLeftInPart && canLeave(connection)) {
-      withdraw(connection, *message);
+//
+// A message ends once, when the transport is done with all its parts. One that is kept (Connection::mayResume()) ends
+// when the peer has it, too, or when it has failed; most errors only break the connection.
+void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error) {
+  Connection& connection = *message.to->connection;
+  const bool hasFailed = static_cast<bool>(error);
+  if (hasFailed && !message.error) {
+    if (message.isKept && canLeave(connection) && !isFinal(error) && connection.mayResume()) {
+      if (connection.endpoint() == endpoint) {
+        connection.outgoing.isBroken = true;
+        connections_.makeReady(connection);
+      }
+    } else {
+      message.error = std::move(error);
+      if (message.hasLeftInPart && canLeave(connection)) {
+        withdraw(connection, message);
+      }
     }
   }
   // The other parts may be under way for long after an error. UCX uses their memory until it has called back.
-  message->unfinished -= parts;
-  if (message->unfinished != 0) {
+  message.unfinished -= parts;
+  if (message.unfinished != 0) {
     return;
   }
-  Connection::Outgoing& outgoing = connection.outgoing;
-  if (path != nullptr) {
-    const size_t queue = Connection::queueOf(*message);
-    path->loads[queue].account(*message, false);
-    // A transport callback must not send, so startDeferred() fills the room.
-    if (!outgoing.waiting[queue].empty()) {
-      connections_.makeReady(connection);
-    }
+  if (!hasFailed || !message.isKept) {
+    freeRoom(connection, message);
   }
-  --outgoing.underWay;
-  std::unique_ptr<OutgoingMessage> owned(message);
+  if (message.isKept) { // the caller may be sending it, so endKept() destroys it, in the next round
+    if (!canLeave(connection) || message.error || message.hasArrived()) {
+      connection.outgoing.kept.lookAtAll();
+      if (isClosed_) {
+        endKept(connection); // there is no further round; the transport is being closed, so nothing is being sent
+      } else {
+        connections_.makeReady(connection);
+      }
+    }
+    return;
+  }
+  std::unique_ptr<OutgoingMessage> owned(&message);
   if (owned->header.kind == wire::Kind::kReceived) {
     owned->error = {}; // another one will follow
   }
@@ -338,11 +373,28 @@ void Outbox::finish(OutgoingMessage* message, Path* path, size_t parts, Error er
   // will fail again.
   if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !owned->hasLeftInPart &&
       canLeave(connection) && owned->header.kind != wire::Kind::kRequest) {
-    outgoing.stranded.push_back(std::move(owned));
+    connection.outgoing.stranded.push_back(std::move(owned));
     ++stranded_;
     return;
   }
   events_.addSent(std::move(owned));
+}
+
+// The room of parts by rendezvous is free when the transport is done with them. The memory of an eager body that is
+// kept is free once the peer has it.
+void Outbox::freeRoom(Connection& connection, OutgoingMessage& message) {
+  Connection::Outgoing& outgoing = connection.outgoing;
+  if (std::exchange(message.isUnderWay, false)) {
+    --outgoing.underWay;
+  }
+  const bool isEager = message.rendezvousParts() == 0;
+  if (message.takesRoomOf != nullptr && (!isEager || !message.isKept || message.hasArrived() || message.error)) {
+    std::exchange(message.takesRoomOf, nullptr)->account(message, false);
+    // A transport callback must not send, so startDeferred() fills the room.
+    if (!outgoing.waiting[Connection::queueOf(message)].empty()) {
+      connections_.makeReady(connection);
+    }
+  }
 }
 
 void Outbox::withdraw(Connection& connection, const OutgoingMessage& message) {
@@ -411,7 +463,7 @@ void Outbox::abandon(Peer& peer) {
   }
   // The connection is closed already, since the peer is gone. So connect() fails whatever is started from here on.
   onAdmitted(peer); // messages that wait for admission fail
-  for (const Path& path : peer.connection->paths) {
+  for (const Connection::Path& path : peer.connection->paths) {
     if (!isClosed_ && path.endpoint.has_value()) {
       transport_.abandon(*path.endpoint);
     }

@@ -77,8 +77,6 @@ class Outbox {
   size_t underWay() const;
 
  private:
-  using Path = Connection::Path;
-
   // Whether the tensors of a message are ready. True also if the message will fail anyway. Sets its error if the device
   // has failed.
   bool isReady(const Connection& connection, OutgoingMessage& message) const;
@@ -92,17 +90,18 @@ class Outbox {
   void retryStranded(Connection& connection);
   // The messages that wait fail, since canLeave() is false.
   void failWaiting(Connection& connection);
-  // `path` counts the message. It is null for one that is not queued, or that fails at once.
-  void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, Path* path);
+  // `room` counts the message. It is null for one that is not queued, or that fails at once.
+  void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, OutgoingLoad* room);
   // Makes the endpoint, unless there is one.
   Error connect(Connection& connection, const OutgoingMessage& message);
-  void finish(OutgoingMessage* message, Path* path, size_t parts, Error error);
-  // The same for messages that outlast their endpoint.
-  void sendKept(Connection& connection, OutgoingMessage& message);
-  void sendAgain(Connection& connection);
-  void finishKept(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
-  void endKept(Connection& connection);
+  // Sends the frames of a message that the peer does not have. Unless the message is kept, this may destroy it.
+  void sendFrames(Connection& connection, OutgoingMessage& message);
+  // The transport is done with some parts of a message, over this endpoint.
+  void finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
   void freeRoom(Connection& connection, OutgoingMessage& message);
+  // The same for messages that outlast their endpoint.
+  void sendAgain(Connection& connection);
+  void endKept(Connection& connection);
   // Makes the receiver drop the parts of a message whose other parts cannot leave. Otherwise parts that wait here to be
   // fetched would never end.
   void withdraw(Connection& connection, const OutgoingMessage& message);
