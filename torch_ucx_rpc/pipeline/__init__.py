@@ -40,9 +40,9 @@ On the driver:
 * ``_tracing``    other models than nn.Sequential, by torch's splitter
 * ``_divide``     the division of layers into stages
 * ``_crew``       the workers: epochs, orders to all of them, and their outcomes
-* ``_calls``      one batch as the workers get it
-* ``_engine``     a batch through the stages, without losses of workers
-* ``_recovery``   recovery from losses: spares, and the journal since the last checkpoint
+* ``_remote``     the model on its workers: made there, and made again elsewhere
+* ``_recovery``   orders, given again after losses: spares, and the journal since the last checkpoint
+* ``_batches``    a batch through the stages
 * ``_function``   ``pipe(x)`` in autograd
 * ``_scaler``     `GradScaler`
 * ``_optimizer``  `PipelineOptimizer`
@@ -51,9 +51,8 @@ On the driver:
 * ``_table``      ``print(pipe)``
 * ``_driver``     `DistributedPipeline`
 
-A step: ``_driver`` checks it, ``_recovery`` guards it, ``_engine`` divides the batch into ``_calls``. ``_crew`` sends
-an order to each worker. There ``_host`` takes it, ``_run`` carries out the row, ``_stage`` computes, ``_exchange``
-passes values on.
+A step: ``_driver`` checks it, ``_batches`` divides it, ``_recovery`` guards it, ``_crew`` sends an order to each
+worker. There ``_host`` takes it, ``_run`` carries out the row, ``_stage`` computes, ``_exchange`` passes values on.
 """
 
 from torch.distributed.pipelining import SplitPoint

@@ -50,7 +50,7 @@ from torch_ucx_rpc.pipeline._exchange import (
     put,
     worker_info,
 )
-from torch_ucx_rpc.pipeline._messages import Failure
+from torch_ucx_rpc.pipeline._messages import Failure, Request
 
 __all__ = ["Crew", "Message", "Place"]
 
@@ -223,6 +223,7 @@ class Crew:
         self._number = 0
         # Orders that travel with the next message, by name.
         self._quiet: dict[str, Any] = {}
+        self._forgotten: list[int] = []
         self._slice_s = _SLICE_S if life().tells_ends else _SLICE_UNTOLD_S
         self._is_closed = False
 
@@ -248,6 +249,9 @@ class Crew:
     ) -> Message:
         """Give an order to all; `settle` waits for it. Raises what pickle raises, before anything has been sent."""
         self.check()
+        if self._forgotten:
+            forgotten, self._forgotten = self._forgotten, []
+            self.later("forget", forgotten)
         first = payloads[0]
         quiet = list(self._quiet.items())
         if all(payload is first for payload in payloads):
@@ -295,6 +299,14 @@ class Crew:
     def do(self, name: str, payload: Any) -> list[Any]:
         """Give an order to all and wait until they have carried it out."""
         return self.settle(self.send(name, [payload] * len(self.places)))
+
+    def run(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Have each worker carry out its part of a call. Returns their answers."""
+        return self.settle(self.send("run", requests, adds_gradients=requests[0].adds_gradients))
+
+    def forget(self, call: int) -> None:
+        """Let the workers free what they keep of a call. The garbage collector may call this, in any thread."""
+        self._forgotten.append(call)
 
     def settle(self, sent: Message) -> list[Any]:
         """Return each worker's result of a message, after the messages before it. Raises StageError, StageLostError,

@@ -21,16 +21,16 @@ from torch_ucx_rpc._arguments import (
     wrong_value,
 )
 from torch_ucx_rpc.pipeline import _host, _table, _trace
-from torch_ucx_rpc.pipeline._calls import Circumstances, circumstances
+from torch_ucx_rpc.pipeline._batches import Batches, Done
 from torch_ucx_rpc.pipeline._crew import Crew
 from torch_ucx_rpc.pipeline._divide import divide
-from torch_ucx_rpc.pipeline._engine import Done, Engine
 from torch_ucx_rpc.pipeline._errors import PipelineError
 from torch_ucx_rpc.pipeline._exchange import worker_info
 from torch_ucx_rpc.pipeline._function import call_with_autograd
 from torch_ucx_rpc.pipeline._optimizer import PipelineOptimizer
 from torch_ucx_rpc.pipeline._partition import close_to
 from torch_ucx_rpc.pipeline._recovery import Recovery
+from torch_ucx_rpc.pipeline._remote import RemoteModel
 from torch_ucx_rpc.pipeline._schedule import Schedules
 
 __all__ = ["DistributedPipeline"]
@@ -136,21 +136,21 @@ class DistributedPipeline:
             model, schedules.stages, balance=balance, sample=sample, split_spec=split_spec, chunks=chunks
         )
         self._schedule = schedule
-        self._engine = Engine(
-            Crew(places, worker_of, step_timeout),
+        self._crew = Crew(places, worker_of, step_timeout)
+        self._model = RemoteModel(
+            self._crew,
             partition,
-            schedules,
-            chunks=chunks,
             loss=loss,
             rematerialize=rematerialize,
             training=any(not isinstance(one, nn.Module) or one.training for one in _modules(model)),
         )
-        self._recovery = Recovery(self._engine, spare_places)
+        self._recovery = Recovery(self._model, spare_places)
+        self._batches = Batches(self._model, self._recovery, schedules, chunks)
         try:
             for worker, _ in spare_places:
                 rpc.rpc_sync(worker_info(worker), _host.prepare)
         except BaseException:
-            self._engine.close()
+            self._model.close()
             raise
 
     @property
@@ -159,20 +159,20 @@ class DistributedPipeline:
 
     @property
     def chunks(self) -> int:
-        return self._engine.chunks
+        return self._batches.chunks
 
     @property
     def loss(self) -> Callable[..., Any] | None:
-        return self._engine.loss
+        return self._model.loss
 
     @property
     def rematerialize(self) -> bool:
-        return self._engine.rematerialize
+        return self._model.rematerialize
 
     @property
     def training(self) -> bool:
         """Mode of all stages, as ``nn.Module.training``."""
-        return self._engine.training
+        return self._model.training
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -207,13 +207,11 @@ class DistributedPipeline:
         self._check_loss("step")
         scale = None if scaler is None else scaler.scale_of_step()
         _check_wishes(losses, return_outputs)
-        done = self._recovery.do(
-            Engine.step, self._around(), args, kwargs, target, scale=scale, shows_output=return_outputs
-        )
+        done = self._batches.step(args, kwargs, target, scale=scale, shows_output=return_outputs)
         return _given(done, losses, return_outputs)
 
     def _check_loss(self, name: str) -> None:
-        if self._engine.loss is None:
+        if self._model.loss is None:
             raise PipelineError(
                 f"{name}() needs a loss: give DistributedPipeline(..., loss=...), or call pipe(x) instead"
             )
@@ -229,7 +227,7 @@ class DistributedPipeline:
         """The loss of a batch, as `step` has it, without gradients. Call `eval` before and `train` after."""
         self._check_loss("evaluate")
         _check_wishes(losses, return_outputs)
-        done = self._forward(Engine.step, args, kwargs, target, grad=False, shows_output=return_outputs)
+        done = self._batches.step(args, kwargs, target, grad=False, shows_output=return_outputs)
         return _given(done, losses, return_outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,16 +238,8 @@ class DistributedPipeline:
         model work. The workers free the memory of a call once its output is gone, at the latest in the next call.
         """
         if torch.is_grad_enabled():
-            return call_with_autograd(self._engine, self._recovery, self._around(), args, kwargs)
-        return self._forward(Engine.infer, args, kwargs)
-
-    def _forward(self, method: Callable[..., Any], *args: Any, **wishes: Any) -> Any:
-        # In training mode a call draws random numbers and counts in batch norms, so a repetition needs it too.
-        guard = self._recovery.do if self.training else self._recovery.ask
-        return guard(method, self._around(), *args, **wishes)
-
-    def _around(self) -> Circumstances:
-        return circumstances(self._engine.parameters)
+            return call_with_autograd(self._batches, args, kwargs)
+        return self._batches.infer(args, kwargs)
 
     # ---------------------------------------------------------------------------------------------------- the model
 
@@ -260,24 +250,25 @@ class DistributedPipeline:
         Learning-rate schedulers work on the result as on any.
         """
         params = self.parameters() if params is None else params
-        made = PipelineOptimizer(self._engine, self._recovery, cls, params, options)
-        self._engine.optimizers.append(made)
+        made = PipelineOptimizer(self._model, self._recovery, cls, params, options)
+        self._model.optimizers.append(made)
         return made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the undivided model's names, and parameters with shape and dtype but without values (on the meta
         device)."""
-        return iter(self._engine.parameters.items())
+        return iter(self._model.parameters.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all parameters in the order of the undivided model, with shapes and without values, as the workers have
         these."""
-        return iter(self._engine.parameters.values())
+        return iter(self._model.parameters.values())
 
     def train(self, mode: bool = True) -> DistributedPipeline:
         """Set the mode of all stages, as ``nn.Module.train``. Until then each module has the mode in which it was
         given."""
-        self._recovery.do(Engine.train, mode)
+        self._recovery.do(self._crew.do, "train", {"mode": mode})
+        self._model.mode = mode
         return self
 
     def eval(self) -> DistributedPipeline:
@@ -293,37 +284,46 @@ class DistributedPipeline:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do ``nn.Module.zero_grad`` on all stages. It travels with the next call."""
-        self._recovery.zero_grad(set_to_none)
+        self._recovery.do(self._crew.later, "zero_grad", set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Do ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Returns the norm before clipping."""
-        return self._recovery.do(Engine.clip_grad_norm, max_norm, norm_type, error_if_nonfinite)
+        norms = self._recovery.gather("gradient_norms", {"norm_type": float(norm_type)})
+        in_order = [norms[name] for name in self._model.parameters if name in norms]
+        if not in_order:
+            return torch.tensor(0.0)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite: they cannot be clipped")
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self._recovery.do(self._crew.do, "scale_gradients", {"factor": factor})
+        return total
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return copies of all gradients, by the names of the undivided model."""
-        found = self._recovery.ask(Engine.gather, "gradients")
-        return {name: found[name] for name in self._engine.parameters if name in found}
+        found = self._recovery.gather("gradients", {})
+        return {name: found[name] for name in self._model.parameters if name in found}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the undivided model's state, copied to this process. Use `save` for a model that does not fit into one
         process."""
-        found = self._recovery.ask(Engine.gather, "state_dict")
-        order = {name: place for place, name in enumerate(self._engine.parameters)}
+        found = self._recovery.gather("state_dict", {})
+        order = {name: place for place, name in enumerate(self._model.parameters)}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; it may come from the undivided model. Raises KeyError, which lists the
         missing names."""
-        missing = sorted(self._recovery.ask(Engine.gather, "state_dict").keys() - state_dict.keys())
+        missing = sorted(self._recovery.gather("state_dict", {}).keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")
-        self._recovery.do(Engine.load_state_dict, dict(state_dict))
+        self._recovery.do(self._crew.do, "load_state_dict", {"state": dict(state_dict)})
 
     def synchronize(self) -> None:
         """Wait until the workers have carried out all orders. Raises the first error of any of them."""
-        self._recovery.ask(Engine.synchronize)
+        self._recovery.synchronize()
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -343,18 +343,18 @@ class DistributedPipeline:
     def checkpoint_parts(self) -> list[Any]:
         """Return the parts that each worker writes, for `torch_ucx_rpc.checkpoint`."""
         self.synchronize()
-        return self._engine.checkpoint_parts()
+        return self._model.checkpoint_parts()
 
     # ---------------------------------------------------------------------------------------------------- replacement
 
     def replace(self, worker: str, by: str) -> None:
         """Let worker ``by`` run the stages of ``worker``, which may be lost. Call `load` next: ``by`` has no values
         yet."""
-        self._engine.replace(worker, _place("by", by))
+        self._model.replace(worker, _place("by", by))
 
     def close(self) -> None:
         """Free the stages on the workers. Without this call they are freed with this object."""
-        self._engine.close()
+        self._model.close()
 
     # ------------------------------------------------------------------------------------------------------- looking
 
@@ -365,19 +365,19 @@ class DistributedPipeline:
         """
         self._check_loss("trace")
         _trace.check_path(path)
-        done = self._recovery.do(Engine.step, self._around(), args, kwargs, target, record=True)
-        _trace.write_chrome(path, done.events, [str(place) for place in self._engine.crew.places])
+        done = self._batches.step(args, kwargs, target, record=True)
+        _trace.write_chrome(path, done.events, [str(place) for place in self._crew.places])
         return done.loss
 
     def __repr__(self) -> str:
-        engine = self._engine
-        workers = [str(engine.crew.places[row]) for row in engine.crew.worker_of]
-        return _table.table(engine.partition.infos, workers, self._schedule, engine.chunks, engine.rematerialize)
+        workers = [str(self._crew.places[row]) for row in self._crew.worker_of]
+        infos = self._model.partition.infos
+        return _table.table(infos, workers, self._schedule, self.chunks, self.rematerialize)
 
     @property
     def workers(self) -> list[str]:
         """Names of the workers, in the order of the schedule's rows."""
-        return [place.worker for place in self._engine.crew.places]
+        return [place.worker for place in self._crew.places]
 
 
 def _one_of(**names: Any) -> tuple[str, Any]:

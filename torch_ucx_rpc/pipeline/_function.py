@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_ucx_rpc.pipeline._calls import Circumstances
-from torch_ucx_rpc.pipeline._engine import Engine
+from torch_ucx_rpc.pipeline._batches import Batches
+from torch_ucx_rpc.pipeline._crew import Crew
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._recovery import Recovery
 from torch_ucx_rpc.pipeline._values import Packet, flatten, merge, merge_leaves, tensors_of
-from torch_ucx_rpc.pipeline._wiring import INPUT
+from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
 
 __all__ = ["call_with_autograd"]
 
@@ -21,36 +21,32 @@ __all__ = ["call_with_autograd"]
 class _Call:
     """A forward whose graph the workers keep until its backward, or until no reference to its output is left."""
 
-    def __init__(self, recovery: Recovery, crew: int, number: int, outputs: list[Packet]) -> None:
-        self.recovery = recovery
-        self.crew = crew
-        self.number = number
-        self.count = len(outputs)
-        self.forget = weakref.finalize(self, _forget, weakref.ref(recovery), number)
+    def __init__(self, batches: Batches, args: Any, kwargs: Any) -> None:
+        self.batches = batches
+        self.crew, self.number, inputs, self.outputs = batches.forward(args, kwargs)
+        self.count = len(self.outputs)
+        self.forget = weakref.finalize(self, _forget, weakref.ref(batches.model.crew), self.number)
         self.forget.atexit = False
-        self.outputs = outputs
         # By stage, the batch's tensors that want a gradient and that it has used, in the order in which it answers.
-        self.used: dict[int, list[int]] = {}
+        self.used = _used(batches.model.specs, inputs[0])
 
 
-def _forget(reference: weakref.ref[Recovery], number: int) -> None:
-    recovery = reference()
-    if recovery is not None:
-        recovery.forget(number)
+def _forget(reference: weakref.ref[Crew], number: int) -> None:
+    if (crew := reference()) is not None:
+        crew.forget(number)
 
 
-def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances, args: Any, kwargs: Any) -> Any:
+def call_with_autograd(batches: Batches, args: Any, kwargs: Any) -> Any:
     """Return the output of a batch, in whose backward the stages run theirs."""
-    crew, number, inputs, packets = recovery.forward(around, args, kwargs)
-    call = _Call(recovery, crew, number, packets)
-    call.used = _used(engine, inputs[0])
+    call = _Call(batches, args, kwargs)
+    packets = call.outputs
     outputs = [packet[0] for packet in packets]
     if all(positions == () for _, positions in packets):
         call.forget()
         return merge(outputs)
     leaves, spec, wanting = _merged(outputs, packets)
     # The stages may count keyword arguments in another order.
-    sources = [one for one in tensors_of(engine.partition.arguments(args, kwargs)) if one.requires_grad]
+    sources = [one for one in tensors_of(batches.model.partition.arguments(args, kwargs)) if one.requires_grad]
     # Autograd makes a node only if an argument wants a gradient. The parameters do, but on other workers.
     anchor = torch.empty(0, requires_grad=True)
     made = _Node.apply(  # type: ignore[no-untyped-call]
@@ -76,14 +72,14 @@ def _merged(outputs: list[Any], packets: list[Packet]) -> tuple[list[Any], Any, 
     )
 
 
-def _used(engine: Engine, one: tuple[Any, Any]) -> dict[int, list[int]]:
+def _used(specs: Sequence[StageSpec], one: tuple[Any, Any]) -> dict[int, list[int]]:
     leaves, _ = flatten(one)
     numbers: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             numbers[place] = len(numbers)
     used = {}
-    for spec in engine.specs:
+    for spec in specs:
         for edge in spec.edges_in:
             if edge.source == INPUT:
                 items = range(len(leaves)) if edge.items is None else edge.items
@@ -120,7 +116,7 @@ class _Node(torch.autograd.Function):
             for part, piece in zip(parts, pieces, strict=True):
                 part.append(piece)
         try:
-            found = call.recovery.backward(call.crew, call.number, parts, bool(ctx.shapes))
+            found = call.batches.backward(call.crew, call.number, parts, bool(ctx.shapes))
         except BaseException:
             call.forget()
             raise

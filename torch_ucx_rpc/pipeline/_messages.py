@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ucx_rpc.pipeline._schedule import Row
 from torch_ucx_rpc.pipeline._stage import Autocast
 from torch_ucx_rpc.pipeline._values import Packet
 from torch_ucx_rpc.pipeline._wiring import StageSpec
@@ -22,6 +21,8 @@ class HostConfig:
 
     host: str
     """Name of this host."""
+    row: int
+    """Its row in the schedule."""
     specs: list[StageSpec]
     device: str
     routes: list[tuple[str, str]]
@@ -47,11 +48,10 @@ class Request(NamedTuple):
     """One call as one worker needs it: the payload of the order ``run``."""
 
     row_key: tuple[Any, ...]
+    """The key under which the worker knows its row."""
     call: int
     """The number under which the graphs of forward are kept."""
     micro_batches: int
-    row: Row | None = None
-    """None: the row that came with this key before."""
     inputs: Mapping[int, list[Packet]] = {}
     """Values of the batch, by stage, for each micro-batch."""
     targets: list[tuple[Any, ...]] | None = None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_ucx_rpc.pipeline._engine import Engine
 from torch_ucx_rpc.pipeline._recovery import Recovery
+from torch_ucx_rpc.pipeline._remote import RemoteModel
 from torch_ucx_rpc.pipeline._scaler import GradScaler
 
 __all__ = ["PipelineOptimizer"]
@@ -24,7 +24,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        engine: Engine,
+        model: RemoteModel,
         recovery: Recovery,
         cls: type[torch.optim.Optimizer],
         params: Any,
@@ -38,16 +38,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         params = _proxies(params)
         # An optimizer on parameters without values does torch's own checks, and fills in defaults.
-        model = cls(params, **options)
-        self._engine = engine
+        local = cls(params, **options)
+        self._crew = model.crew
         self._recovery = recovery
         self._class = cls
         self._options = options
-        self._number = len(engine.optimizers)
+        self._number = len(model.optimizers)
         self._frozen = False
-        super().__init__(model.param_groups, model.defaults)
+        super().__init__(local.param_groups, local.defaults)
         self._frozen = True
-        names = {id(one): name for name, one in engine.parameters.items()}
+        names = {id(one): name for name, one in model.parameters.items()}
         try:
             self.names = [[names[id(one)] for one in group["params"]] for group in self.param_groups]
         except KeyError:
@@ -55,7 +55,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "the optimizer was given a parameter that is not the pipeline's: take them from pipe.parameters() or "
                 "pipe.named_parameters()"
             ) from None
-        recovery.ask(Engine.order, "optimizer", self.description())
+        recovery.do(self._crew.do, "optimizer", self.description())
 
     def description(self) -> dict[str, Any]:
         """Return the settings from which a worker makes its part."""
@@ -91,29 +91,29 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
         if scaler is None or scaler.before_step(self):
-            self._recovery.do(Engine.optimizer_step, self._number, self._values())
+            payload = {"optimizer": self._number, "groups": self._values()}
+            self._recovery.do(self._crew.send_later, "optimizer_step", payload)
 
     def divide_gradients(self, scale: float) -> bool:
         """Divide the gradients of this optimizer's parameters, for `GradScaler`. Returns whether all are finite."""
-        return self._recovery.do(Engine.divide_gradients, self._number, scale)
+        payload = {"factor": torch.tensor(1.0 / scale), "optimizer": self._number}
+        return all(self._recovery.do(self._crew.do, "scale_gradients", payload))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters of the pipeline."""
-        self._recovery.zero_grad(set_to_none)
+        self._recovery.do(self._crew.later, "zero_grad", set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict``
         has them."""
-        state: dict[str, Any] = {}
-        for some in self._recovery.ask(Engine.order, "optimizer_state", {"optimizer": self._number}):
-            state.update(some)
+        state = self._recovery.gather("optimizer_state", {"optimizer": self._number})
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.load_groups(state_dict["param_groups"])
         payload = {"optimizer": self._number, "state": state_dict["state"]}
-        self._recovery.do(Engine.order, "set_optimizer_state", payload)
+        self._recovery.do(self._crew.do, "set_optimizer_state", payload)
 
     def groups_by_name(self) -> list[dict[str, Any]]:
         """Return the parameter groups for a checkpoint, with names in place of parameters."""
@@ -124,8 +124,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         # This imports torch.distributed.checkpoint, which takes longer than all the rest.
         from torch_ucx_rpc.pipeline import _state
 
-        self._recovery.ask(Engine.synchronize)
-        return _state.optimizer_parts(self._engine.crew.places, self._number, self)
+        self._recovery.synchronize()
+        return _state.optimizer_parts(self._crew.places, self._number, self)
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take the options of what `groups_by_name` returned; raises ValueError for another number of groups."""

@@ -1,4 +1,4 @@
-"""Recovery from a lost worker: a spare takes its place, the last checkpoint is loaded, and later work is repeated.
+"""Recovery from a lost worker: a spare takes its place, the last checkpoint is loaded, and later orders are repeated.
 
 With spares the driver keeps a journal of its orders since the last save, batches included. After the load the journal
 is played back, so a loop that only sees ``step`` and ``optimizer.step`` notices only the time: all losses are those of
@@ -7,15 +7,15 @@ an undisturbed run.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from torch_ucx_rpc.pipeline._calls import Circumstances
-from torch_ucx_rpc.pipeline._engine import Engine
 from torch_ucx_rpc.pipeline._errors import PipelineError, StageLostError
-from torch_ucx_rpc.pipeline._values import Packet, map_tensors
+from torch_ucx_rpc.pipeline._remote import RemoteModel
+from torch_ucx_rpc.pipeline._values import map_tensors
 
 __all__ = ["Recovery"]
 
@@ -24,147 +24,126 @@ P = ParamSpec("P")
 
 
 class _Entry(NamedTuple):
-    """A line of the journal: a method of the engine, and arguments with copies of their tensors."""
+    """A line of the journal: a method of the crew that gives an order, and arguments with copies of their tensors."""
 
     method: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
-class _Saved(NamedTuple):
-    """A checkpoint that a recovery begins from."""
+# Stands for gradients of ``pipe(x).backward()``. Nothing after it is written down, since nothing repeats it.
+_UNREPEATABLE = _Entry(lambda: None, ())
+
+
+@dataclasses.dataclass
+class _Checkpoint:
+    """A checkpoint that a recovery may begin from."""
 
     path: str
     optimizers: int
     """Number of optimizers at the save."""
     has_gradients: bool
-    """Whether its gradients existed where the journal begins."""
-
-
-class _Pending(NamedTuple):
-    """A checkpoint that is still being written. Recoveries begin from it afterwards."""
-
-    saved: _Saved
+    """Whether its gradients existed when it was saved."""
     written: Any
-    """The future of the save."""
-    journal: list[_Entry] | None
-    """The journal since the checkpoint before."""
-    repeatable: bool
-    """Whether that journal can be repeated."""
+    """The future of a save whose files may still be being written, or None."""
+    journal: list[_Entry]
+    """The orders after it, until the next checkpoint."""
 
 
 class Recovery:
-    """An engine that survives losses: its spares, its last checkpoint, and the journal since.
+    """Gives orders, again after losses: it has the spares, the last checkpoint, and the journal since.
 
-    It belongs to the driver's thread, except `forget`.
+    It belongs to the driver's thread.
     """
 
-    def __init__(self, engine: Engine, spares: Sequence[tuple[str, str]]) -> None:
-        self._engine = engine
+    def __init__(self, model: RemoteModel, spares: Sequence[tuple[str, str]]) -> None:
+        self._model = model
+        self._crew = model.crew
         self._spares = list(spares)
-        # None without spares, which alone could play it back.
-        self._journal: list[_Entry] | None = [] if spares else None
-        self._saved: _Saved | None = None
-        # A save whose files are still being written.
-        self._pending: _Pending | None = None
-        self._repeatable = True
+        # The last one that is complete, if there is any, and one that is being written. Only spares need the journals.
+        self._checkpoints: list[_Checkpoint] = []
         self._playing = False
-        self._forgotten: list[int] = []
 
-    # ------------------------------------------------------------------------------------------- what the driver does
+    # ------------------------------------------------------------------------------------------------------- orders
 
-    def do(self, method: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the engine, again after each loss that a spare makes good, and write it into the journal."""
+    def do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Give an order by a method of the crew, again after each loss that a spare makes good. Write it into the
+        journal."""
         result = self.ask(method, *args, **kwargs)
-        self._record(method, *args, **kwargs)
+        self.record(method, *args, **kwargs)
         return result
 
-    def ask(self, method: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the same with a method that changes nothing, so the journal does not need it."""
+    def ask(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Give an order that changes nothing, so the journal does not need it."""
         while True:
             try:
-                if self._forgotten:
-                    forgotten, self._forgotten = self._forgotten, []
-                    self._engine.forget(forgotten)
-                return method(self._engine, *args, **kwargs)
+                return method(*args, **kwargs)
             except StageLostError as lost:
                 if self._playing:
                     raise
                 self._recover(lost)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """It travels with the next call, so no worker can be lost now."""
-        self._engine.zero_grad(set_to_none)
-        self._record(Engine.zero_grad, set_to_none)
-
-    def forward(self, around: Circumstances, args: Any, kwargs: Any) -> tuple[int, int, list[Any], list[Packet]]:
-        """Do `Engine.forward` for a call that can have a backward. The result begins with the crew that ran it."""
-        number, inputs, outputs = self.ask(Engine.forward, around, args, kwargs, grad=True)
-        if self._engine.training:
-            # A repetition repeats random numbers and statistics, and has no backward.
-            self._record(Engine.infer, around, args, kwargs)
-        return self._engine.crews, number, inputs, outputs
-
-    def backward(self, crew: int, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
-        """Run the backward of a call. No spare can make up for a loss in it: the lost worker had a part of the
-        graph."""
-        if crew != self._engine.crews:
-            raise PipelineError(
-                "a worker was lost, or replaced, since this output was computed, and what it kept for the way back is "
-                "gone: call the pipeline again"
-            )
-        found = self._engine.backward(number, gradients, input_gradients)
-        # The journal does not have these gradients; the caller is responsible for them.
-        self._repeatable = False
+    def gather(self, name: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Return the workers' answers to an order that changes nothing, put together."""
+        found: dict[str, Any] = {}
+        for some in self.ask(self._crew.do, name, payload):
+            found.update(some)
         return found
 
-    def forget(self, number: int) -> None:
-        """Free what the workers keep for a call whose output has gone without a backward. The garbage collector calls
-        this."""
-        self._forgotten.append(number)
+    def synchronize(self) -> None:
+        """Wait until the workers have carried out all orders. Raises the first error of any of them."""
+        self.ask(self._crew.do, "synchronize", {})
 
-    def _record(self, method: Callable[Concatenate[Engine, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._journal is not None and not self._playing:
-            if self._repeatable:
-                copies = map_tensors(lambda one: one.detach().clone(), (args, kwargs))
-                self._journal.append(_Entry(method, *copies))
-            if self._pending is not None and self._pending.written.done():
-                self._settle_save()
+    def record(self, method: Callable[..., Any], *args: Any) -> None:
+        """Write an order into the journal."""
+        if not self._spares or not self._checkpoints or self._playing:
+            return
+        journal = self._checkpoints[-1].journal
+        if not journal or journal[-1] is not _UNREPEATABLE:
+            journal.append(_Entry(method, map_tensors(lambda one: one.detach().clone(), args)))
+        if (written := self._checkpoints[-1].written) is not None and written.done():
+            self._settle_save()
 
-    def _begin_journal(self) -> None:
-        if self._journal is not None:
-            self._journal = [_Entry(Engine.train, (self._engine.mode,), {})]
+    def record_unrepeatable(self) -> None:
+        """Write down that the workers got gradients which no recovery can repeat."""
+        if self._checkpoints:
+            self._checkpoints[-1].journal.append(_UNREPEATABLE)
 
-    # ---------------------------------------------------------------------------------------------------- a loss
+    def _new_journal(self) -> list[_Entry]:
+        mode, trained = {"mode": self._model.mode}, self._model.requires_grad()
+        return [_Entry(self._crew.do, ("train", mode)), _Entry(self._crew.later, ("requires_grad", trained))]
+
+    # ------------------------------------------------------------------------------------------------------- a loss
 
     def _recover(self, lost: StageLostError) -> None:
         """Replace lost workers by spares, and restore the state of all. Raises StageLostError if that is impossible."""
         if not self._spares:
             raise lost
         self._settle_save()
-        if self._saved is None:
+        if not self._checkpoints:
             raise StageLostError(
                 f"lost {', '.join(map(repr, lost.workers))}, and nothing has been saved yet for a spare to begin from: "
                 f"call pipe.save(path) once before the first step",
                 workers=lost.workers,
                 stages=lost.stages,
             )
+        [checkpoint] = self._checkpoints
         self._playing = True
         # Values that schedulers have set since the checkpoint stay: the loop has not gone back.
-        groups = [optimizer.groups_by_name() for optimizer in self._engine.optimizers]
+        groups = [optimizer.groups_by_name() for optimizer in self._model.optimizers]
         try:
             while True:
                 try:
                     self._fill(lost)
-                    self._begin_from(self._saved)
-                    if not self._repeatable:
+                    self._begin_from(checkpoint)
+                    if any(entry is _UNREPEATABLE for entry in checkpoint.journal):
+                        checkpoint.journal = self._new_journal()
                         raise PipelineError(
-                            f"{', '.join(map(repr, lost.workers))} has been replaced and {self._saved.path} loaded, "
-                            f"but what came after it cannot be done again, since it went through pipe(x).backward(): "
-                            f"go on from the checkpoint, or save more often"
+                            f"{', '.join(map(repr, lost.workers))} has been replaced and {checkpoint.path} loaded, but "
+                            f"what came after it cannot be done again, since it went through pipe(x).backward(): go on "
+                            f"from the checkpoint, or save more often"
                         ) from lost
-                    for method, args, kwargs in self._journal or ():
-                        method(self._engine, *args, **kwargs)
+                    for method, args in checkpoint.journal:
+                        method(*args)
                 except StageLostError as again:
                     if not self._spares:
                         raise
@@ -173,11 +152,8 @@ class Recovery:
                     return
         finally:
             self._playing = False
-            for optimizer, values in zip(self._engine.optimizers, groups, strict=True):
+            for optimizer, values in zip(self._model.optimizers, groups, strict=True):
                 optimizer.load_groups(values)
-            if not self._repeatable:
-                self._repeatable = True
-                self._begin_journal()
 
     def _fill(self, lost: StageLostError) -> None:
         """Replace each lost worker by a spare."""
@@ -186,13 +162,13 @@ class Recovery:
                 if not self._spares:
                     raise lost
                 try:
-                    self._engine.replace(worker, self._spares.pop(0))
+                    self._model.replace(worker, self._spares.pop(0))
                     break
                 except PipelineError:
                     # The spare is lost too, or cannot make the stage: try the next one.
                     if not self._spares:
                         raise
-                    worker = next(place.worker for place in self._engine.crew.places if place.lost)
+                    worker = next(place.worker for place in self._crew.places if place.lost)
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -212,58 +188,51 @@ class Recovery:
         from torch_ucx_rpc import checkpoint
 
         self._settle_save()
-        self.ask(Engine.synchronize)
+        self.synchronize()
         everything = self._everything()
-        if self._journal is not None:
+        if self._spares:
             # A repetition may begin with a step of an optimizer.
             everything["gradients"] = self._gradients()
-        # The journal begins here, whether or not the files are written yet.
-        journal = self._journal
-        self._begin_journal()
         # Do not recover during a save: it would save the values that recovery has loaded.
         playing, self._playing = self._playing, True
         try:
             written = checkpoint.save(everything, path, asynchronous=asynchronous)
-        except BaseException:
-            self._journal = journal
-            raise
         finally:
             self._playing = playing
-        saved = _Saved(
-            str(Path(path).absolute()), len(self._engine.optimizers), has_gradients="gradients" in everything
-        )
-        if asynchronous:
-            self._pending = _Pending(saved, written, journal, self._repeatable)
-        else:
-            self._saved = saved
-        self._repeatable = True
+        self._checkpoints.append(self._checkpoint(path, "gradients" in everything, written))
+        if not asynchronous:
+            self._settle_save()
         return written
+
+    def _checkpoint(self, path: str | os.PathLike[str], has_gradients: bool, written: Any) -> _Checkpoint:
+        where = str(Path(path).absolute())
+        return _Checkpoint(where, len(self._model.optimizers), has_gradients, written, self._new_journal())
 
     def _settle_save(self) -> None:
         """Wait for the last asynchronous save. The journal then begins from it, or from the one before if it failed."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        if pending.written.exception() is None:
-            self._saved = pending.saved
-        elif pending.journal is not None and self._journal is not None:
-            # The save counts as not tried: the earlier checkpoint and the whole journal since then remain.
-            self._journal[:0] = pending.journal
-            self._repeatable = self._repeatable and pending.repeatable
+        kept: list[_Checkpoint] = []
+        for one in self._checkpoints:
+            if one.written is None or one.written.exception() is None:
+                one.written = None
+                kept = [one]
+            elif kept:
+                # The save counts as not tried.
+                kept[0].journal += one.journal
+        self._checkpoints = kept
 
     def load(self, path: str | os.PathLike[str] | None) -> None:
         """Load a checkpoint, by default the last one saved."""
         self._settle_save()
-        where = self._saved.path if path is None and self._saved is not None else path
-        if where is None:
-            raise ValueError("nothing has been saved yet: give the folder of a checkpoint")
-        self.ask(Engine.synchronize)
-        self._restore(str(Path(where).absolute()), self._everything())
-        self._begin_journal()
-        self._saved = _Saved(str(Path(where).absolute()), len(self._engine.optimizers), has_gradients=False)
-        self._repeatable = True
+        if path is None:
+            if not self._checkpoints:
+                raise ValueError("nothing has been saved yet: give the folder of a checkpoint")
+            path = self._checkpoints[0].path
+        self.synchronize()
+        loaded = self._checkpoint(path, has_gradients=False, written=None)
+        self._restore(loaded.path, self._everything())
+        self._checkpoints = [loaded]
 
-    def _begin_from(self, saved: _Saved) -> None:
+    def _begin_from(self, saved: _Checkpoint) -> None:
         """Restore the state of all at a save. Raises StageLostError if another worker is lost during it."""
         from torch_ucx_rpc import checkpoint
 
@@ -274,27 +243,26 @@ class Recovery:
                 checkpoint.load({"gradients": self._gradients()}, saved.path)
         except checkpoint.CheckpointError:
             # If the load failed because another worker was lost, this raises StageLostError.
-            self._engine.synchronize()
+            self.synchronize()
             raise
-        self._engine.make_optimizers(saved.optimizers)
 
     def _restore(self, path: str, everything: dict[str, Any]) -> None:
         from torch_ucx_rpc import checkpoint
 
         checkpoint.load(everything, path)
-        self._engine.on_loaded()
+        self._model.on_loaded()
 
     def _gradients(self) -> Any:
         from torch_ucx_rpc.pipeline._state import Gradients
 
-        return Gradients(self._engine.crew.places)
+        return Gradients(self._crew.places)
 
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
         """Return the parts of a checkpoint; model and optimizers, or only the first, under their usual names."""
         from torch_ucx_rpc.pipeline._state import RandomState
 
-        everything: dict[str, Any] = {"model": self._engine}
-        for number, optimizer in enumerate(self._engine.optimizers[:optimizers]):
+        everything: dict[str, Any] = {"model": self._model}
+        for number, optimizer in enumerate(self._model.optimizers[:optimizers]):
             everything["optim" if number == 0 else f"optim{number}"] = optimizer
-        everything["random"] = RandomState(self._engine.crew.places, here)
+        everything["random"] = RandomState(self._crew.places, here)
         return everything

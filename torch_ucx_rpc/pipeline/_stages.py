@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Stages:
         for stage in self.by_index.values():
             stage.train(config.mode)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._number_of_row = config.row
         self._rows: dict[tuple[Any, ...], Row] = {}
         # Gradients that a failed step has added to: no optimizer may use them.
         self._spoilt = False
@@ -68,8 +69,6 @@ class Stages:
     # --------------------------------------------------------------------------------------------------------- a call
 
     def order_run(self, request: Request) -> dict[str, Any]:
-        if request.row is not None:
-            self._rows[request.row_key] = request.row
         if request.apart:
             self._earlier = [(one, one.grad) for one in self._parameters() if one.grad is not None]
             for parameter, _ in self._earlier:
@@ -78,6 +77,10 @@ class Stages:
         fresh = [one for one in self._parameters() if one.grad is None] if request.adds_gradients else []
         self._last_run = self._exchange.number, request.call, fresh
         return Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
+
+    def order_rows(self, rows: list[tuple[Any, Sequence[Row]]]) -> None:
+        """Learn the rows of calls, by the key of the call."""
+        self._rows.update((key, of_all[self._number_of_row]) for key, of_all in rows)
 
     def order_weigh(self, factor: float) -> None:
         """Multiply the gradients of the last call, and add them to the earlier ones. Repeating this does no harm."""
@@ -118,6 +121,7 @@ class Stages:
     def order_crew(self, payload: dict[str, Any]) -> None:
         """Workers have been replaced."""
         self._exchange.set_routes(payload["routes"])
+        self.order_rows(payload["rows"])
         # A call whose graphs are not on all workers any more cannot go back.
         for stage in self.by_index.values():
             stage.graphs.clear()

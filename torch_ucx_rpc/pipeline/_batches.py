@@ -1,0 +1,198 @@
+"""Batches through the stages (`Batches`): each is divided, run by one order, and put together again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ucx_rpc.pipeline import _schedule
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._messages import Request
+from torch_ucx_rpc.pipeline._recovery import Recovery
+from torch_ucx_rpc.pipeline._remote import RemoteModel
+from torch_ucx_rpc.pipeline._schedule import Schedules
+from torch_ucx_rpc.pipeline._stage import Autocast
+from torch_ucx_rpc.pipeline._values import Packet, batch_size, merge, pack, split
+from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
+
+__all__ = ["Batches", "Call", "Done"]
+
+
+class Done(NamedTuple):
+    """The results of a step or an evaluation."""
+
+    loss: torch.Tensor
+    losses: list[Any]
+    """For each micro-batch what the loss function returned, without gradient."""
+    output: Any
+    """The model's output, if it was wanted."""
+    events: list[Any]
+    """For each row its actions with their times, if they were recorded."""
+
+
+class Call(NamedTuple):
+    """A forward whose graph the workers keep for a backward."""
+
+    crew: int
+    """The crew that ran it: see `RemoteModel.crews`."""
+    number: int
+    inputs: list[Any]
+    """The arguments of each micro-batch."""
+    outputs: list[Packet]
+
+
+class Batches:
+    """Runs batches on a model, with the losses of workers that spares make good. It belongs to the driver's thread."""
+
+    def __init__(self, model: RemoteModel, recovery: Recovery, schedules: Schedules, chunks: int) -> None:
+        self.model = model
+        self.chunks = chunks
+        self._crew = model.crew
+        self._recovery = recovery
+        self._schedules = schedules
+        self._numbers = itertools.count()
+        # Whether the loss returns (sum, count), once that is known.
+        self._has_counts: bool | None = None
+
+    def step(
+        self,
+        args: Any,
+        kwargs: Any,
+        target: Any,
+        *,
+        grad: bool = True,
+        scale: float | None = None,
+        shows_output: bool = False,
+        record: bool = False,
+    ) -> Done:
+        """Run forward and backward of a batch; without ``grad`` only forward. ``target`` and ``scale`` may be None."""
+        count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
+        rows = self._schedules.of(count).rows if grad else self._forward_rows(count)
+        # The first loss shows whether losses have counts.
+        apart = grad and self._has_counts is not False
+        request = Request(
+            ("step" if grad else "forward", count),
+            next(self._numbers),
+            count,
+            targets=targets,
+            grad=grad,
+            scale=scale,
+            shows_output=shows_output,
+            record=record,
+            apart=apart,
+        )
+        results = self._run(self._requests(request, rows, inputs), changes=grad or self.model.training)
+        last = results[self._crew.worker_of[-1]]
+        self._has_counts = self._has_counts or "factor" in last
+        if apart:
+            self._recovery.do(self._crew.later, "weigh", last.get("factor", 1.0))
+        output = merge([value for value, _ in last["outputs"]]) if shows_output else None
+        return Done(last["loss"], last["losses"], output, [result.get("events") for result in results])
+
+    def infer(self, args: Any, kwargs: Any) -> Any:
+        """Return the output of a batch, without gradients."""
+        _, requests = self._forward(args, kwargs, grad=False)
+        results = self._run(requests, changes=self.model.training)
+        return merge([value for value, _ in results[self._crew.worker_of[-1]]["outputs"]])
+
+    def forward(self, args: Any, kwargs: Any) -> Call:
+        """Run a forward that can have a backward."""
+        inputs, requests = self._forward(args, kwargs, grad=True)
+        results = self._run(requests, changes=False)
+        if self.model.training:
+            # A repetition repeats random numbers and statistics, and has no backward.
+            self._recovery.record(self._crew.run, [one._replace(grad=False) for one in requests])
+        outputs = results[self._crew.worker_of[-1]]["outputs"]
+        return Call(self.model.crews, requests[0].call, inputs, outputs)
+
+    def backward(self, crew: int, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
+        """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns those of its inputs, by
+        stage.
+
+        No spare can make up for a loss in it: the lost worker had a part of the graph.
+        """
+        if crew != self.model.crews:
+            raise PipelineError(
+                "a worker was lost, or replaced, since this output was computed, and what it kept for the way back is "
+                "gone: call the pipeline again"
+            )
+        count = len(gradients)
+        rows = _schedule.backward_only(self._crew.worker_of, len(self._crew.places), count, last_first=True)
+        request = Request(
+            ("backward", count), number, count, output_gradients=gradients, input_gradients=input_gradients
+        )
+        found: dict[int, Any] = {}
+        for result in self._crew.run(self._requests(request, rows, None)):
+            found.update(result.get("input_gradients", {}))
+        # The journal does not have these gradients; the caller is responsible for them.
+        self._recovery.record_unrepeatable()
+        return found
+
+    def _forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[list[Any], list[Request]]:
+        count, inputs, _ = self._divided(args, kwargs, ())
+        request = Request(("forward", count), next(self._numbers), count, grad=grad, to_driver=True)
+        return inputs, self._requests(request, self._forward_rows(count), inputs)
+
+    def _forward_rows(self, count: int) -> Sequence[_schedule.Row]:
+        return _schedule.forward_only(self._crew.worker_of, len(self._crew.places), count)
+
+    def _divided(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
+        """Return the number of micro-batches, their arguments, and the targets."""
+        args, kwargs = self.model.partition.arguments(args, kwargs)
+        size = batch_size((args, kwargs, target))
+        if size == 0:
+            raise ValueError("the batch is empty: a step needs one sample at least")
+        count = self.chunks if size is None else min(self.chunks, size)
+        return count, split((args, kwargs), count), split(target, count)
+
+    def _requests(self, request: Request, rows: Sequence[_schedule.Row], batch: list[Any] | None) -> list[Request]:
+        """Return the call as each worker needs it. ``batch`` is None for a backward, which has that of its forward."""
+        self.model.announce(request.row_key, rows)
+        inputs: Mapping[int, list[Packet]] = {}
+        if batch is not None:
+            request = request._replace(autocast=_autocast_here())
+            if (changed := self.model.changed_requires_grad()) is not None:
+                self._recovery.do(self._crew.later, "requires_grad", changed)
+            inputs = _packets(self.model.specs, batch, grad=request.to_driver and request.grad)
+        requests = []
+        for row, stages in enumerate(self._crew.stages_of):
+            mine = request._replace(inputs={stage: inputs[stage] for stage in stages if stage in inputs})
+            if row != self._crew.worker_of[-1]:
+                # Only the last stage has a loss and an output.
+                mine = mine._replace(targets=None if mine.targets is None else [], output_gradients=None)
+            requests.append(mine)
+        return requests
+
+    def _run(self, requests: list[Request], *, changes: bool) -> list[dict[str, Any]]:
+        """Have all workers carry out a call. Returns each worker's answer. ``changes``: whether it leaves gradients, or
+        in training mode other random numbers and statistics, so a recovery must repeat it."""
+        guard = self._recovery.do if changes else self._recovery.ask
+        return guard(self._crew.run, requests)
+
+
+def _autocast_here() -> Autocast:
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
+def _packets(specs: Sequence[StageSpec], inputs: list[Any], *, grad: bool) -> dict[int, list[Packet]]:
+    """Return the values of the batch that each stage needs. Only calls want gradients of them, since only a caller can
+    use them."""
+    found: dict[int, list[Packet]] = {}
+    for spec in specs:
+        if any(edge.source == INPUT for edge in spec.edges_in):
+            packed = [pack(_input_of(spec, one))[0] for one in inputs]
+            found[spec.index] = packed if grad else [(value, ()) for value, _ in packed]
+    return found
+
+
+def _input_of(spec: StageSpec, one: tuple[Any, Any]) -> Any:
+    if spec.arguments is None:
+        return one
+    items = next(edge.items for edge in spec.edges_in if edge.source == INPUT)
+    assert items is not None
+    return tuple(one[0][item] for item in items)
