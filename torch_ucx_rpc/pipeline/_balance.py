@@ -1,20 +1,17 @@
-"""Stages that take equally long: the layers' times (`profile`), and how many go into each stage (`balanced`)."""
+"""Stages that take equally long: the layers' times (`timed`), and how many go into each stage (`balanced`)."""
 
 from __future__ import annotations
 
-import copy
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._values import tensors_of
 
-__all__ = ["balanced", "profile"]
+__all__ = ["balanced", "timed"]
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
@@ -46,36 +43,39 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     return counts[::-1]
 
 
-def profile(layers: Sequence[nn.Module], args: tuple[Any, ...], repeats: int = 3) -> list[float]:
-    """Time a forward and backward of each layer in turn: the median of ``repeats``, in seconds. The layers stay as they
-    are."""
-    times = []
-    values: Any = args
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for place, layer in enumerate(layers):
-            try:
-                # Statistics and gradients change in the copy only.
-                seconds, values = _measure(copy.deepcopy(layer), values, repeats)
-            except Exception as error:
-                raise PipelineError(
-                    f"layer {place} ({type(layer).__name__}) raised when it was profiled on the sample: {error}. Give "
-                    f"as sample= a batch such as step() will get."
-                ) from error
-            times.append(seconds)
-    return times
+def timed(
+    model: nn.Module, blocks: Iterable[tuple[str, nn.Module]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, float]]:
+    """Run a forward of the model. Returns name and seconds of each block in the order in which they run. The model
+    stays as it is."""
+    began: dict[str, float] = {}
+    found: list[tuple[str, float]] = []
+    hooks = []
+    for name, block in blocks:
 
+        def begin(*_: Any, name: str = name) -> None:
+            began[name] = time.perf_counter()
 
-def _measure(layer: nn.Module, args: tuple[Any, ...], repeats: int) -> tuple[float, tuple[Any, ...]]:
-    durations = []
-    output: Any = None
-    for _ in range(repeats + 1):
-        inputs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point()), args
-        )
-        begin = time.perf_counter()
-        output = layer(*inputs)
-        wanting = [one for one in tensors_of(output) if one.requires_grad]
-        if wanting:
-            torch.autograd.backward(wanting, [torch.ones_like(one) for one in wanting])
-        durations.append(time.perf_counter() - begin)
-    return statistics.median(durations[1:]), (output,)
+        def end(*_: Any, name: str = name) -> None:
+            found.append((name, time.perf_counter() - began[name]))
+
+        hooks += [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
+    state = {name: value.clone() for name, value in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            # The first run allocates memory, which takes time.
+            model(*args, **kwargs)
+            found.clear()
+            model(*args, **kwargs)
+    except Exception as error:
+        raise PipelineError(
+            f"the model raised when it ran on the sample: {type(error).__name__}: {error}. Give as sample= a batch "
+            f"such as step() will get."
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                value.copy_(state[name])
+    return found

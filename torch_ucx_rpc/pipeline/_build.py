@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import operator
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed.rpc.internal import _internal_rpc_pickler
+from torch.fx.graph_module import _format_import_block, _forward_from_src
+from torch.package.importer import sys_importer
 
 from torch_ucx_rpc._arguments import check_callable, wrong_value
 from torch_ucx_rpc.pipeline._errors import PipelineError
 from torch_ucx_rpc.pipeline._wiring import StageSpec
 
-__all__ = ["Built", "evaluation_module", "on_worker", "share_evaluation_state", "skeleton", "travels"]
+__all__ = ["Built", "Traced", "cannot_be_rebuilt", "on_worker", "skeleton", "travels"]
 
 
 class Built:
@@ -84,26 +88,9 @@ def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
         made = _a_module(made.local_value(), "the RRef of a stage")
     elif isinstance(made, Skeleton):
         made = made.build(device)
-    _add(made, spec.unused)
     placed: nn.Module = made.to(device)
     _separate(placed, [tie.name for tie in spec.ties if tie.owner != spec.index])
     return placed
-
-
-def _add(module: nn.Module, tensors: Mapping[str, Any]) -> None:
-    """Give a module tensors by their full names. (Pickling a traced module drops the tensors that it does not compute
-    with.)"""
-    for full, tensor in tensors.items():
-        *path, name = full.split(".")
-        holder = module
-        for part in path:
-            if part not in holder._modules:
-                holder.add_module(part, nn.Module())
-            holder = holder.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            holder.register_parameter(name, tensor)
-        else:
-            holder.register_buffer(name, tensor)
 
 
 def _separate(module: nn.Module, names: Iterable[str]) -> None:
@@ -116,25 +103,52 @@ def _separate(module: nn.Module, names: Iterable[str]) -> None:
                 part._parameters[name] = copies[id(one)]
 
 
-def evaluation_module(spec: StageSpec, device: torch.device) -> nn.Module | None:
-    if spec.evaluation_module is None:
-        return None
-    made = spec.evaluation_module
-    placed: nn.Module = made.build(device) if isinstance(made, Skeleton) else made.to(device)
-    return placed
+class Traced(nn.Module):
+    """A stage of a traced model: its tensors by their names in the model, and its code for training and evaluation.
+
+    Only the code is pickled, as a GraphModule does. A traced graph cannot switch by ``eval()`` itself.
+    """
+
+    def __init__(self, trains: fx.GraphModule, evaluates: fx.GraphModule) -> None:
+        super().__init__()
+        # Whether an operator writes into its input, as layers say it.
+        self.inplace = any(_writes(node) for graph in (trains.graph, evaluates.graph) for node in graph.nodes)
+        self._code = {True: _source(trains), False: _source(evaluates)}
+        for module in (evaluates, trains):
+            for node in module.graph.nodes:
+                if node.op == "get_attr":
+                    self.add(node.target, operator.attrgetter(node.target)(module))
+
+    def add(self, full: str, value: Any) -> None:
+        """Hold a parameter, a buffer, or another value that the code reads, by its full name."""
+        *path, name = full.split(".")
+        holder: nn.Module = self
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            holder.register_buffer(name, value)
+        else:
+            setattr(holder, name, value)
+
+    def forward(self, *args: Any) -> Any:
+        return _function(self._code[self.training])(self, *args)
 
 
-def share_evaluation_state(stages: Iterable[Any]) -> None:
-    """Let the module that evaluates use the very parameters and buffers of the one that trains."""
-    for stage in stages:
-        if stage.evaluation_module is None:
-            continue
-        tensors = {**dict(stage.module.named_parameters(remove_duplicate=False)), **dict(stage.module.named_buffers())}
-        for path, part in stage.evaluation_module.named_modules(remove_duplicate=False):
-            for kind in (part._parameters, part._buffers):
-                for name in list(kind):
-                    if (full := f"{path}.{name}" if path else name) in tensors:
-                        kind[name] = tensors[full]
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _source(module: fx.GraphModule) -> str:
+    code = module.graph.python_code("self")
+    return f"{_format_import_block(code.globals, sys_importer)}\n{code.src}"
+
+
+@functools.cache
+def _function(source: str) -> Callable[..., Any]:
+    return _forward_from_src(source, {})
 
 
 class Skeleton:

@@ -38,8 +38,6 @@ class HostConfig:
     tell: Callable[..., None]
     """The function with which a host reports a failure to the driver."""
     epoch: int
-    training: bool
-    """Whether the model was given in training mode."""
     mode: bool | None
     """The mode set for all modules since then; None: each has the mode in which it was given."""
 

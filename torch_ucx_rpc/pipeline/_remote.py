@@ -68,7 +68,6 @@ class RemoteModel:
         # A spare gets the structure of a lost worker's stages from here, and the values from a checkpoint.
         for spec in self.specs:
             spec.module = _build.skeleton(spec.module)
-            spec.evaluation_module = _build.skeleton(spec.evaluation_module)
         self._finalizer = weakref.finalize(self, Crew.close, crew)
         self._finalizer.atexit = False
 
@@ -96,7 +95,6 @@ class RemoteModel:
                 driver_box=self.crew.name,
                 tell=tell,
                 epoch=self.crew.epoch,
-                training=self._given_training,
                 mode=self.mode,
             )
             try:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.pipelining import schedules
 
 from torch_ucx_rpc.pipeline._errors import ScheduleError
 
@@ -142,8 +144,6 @@ def _stages_per_worker(name: str) -> int:
     """Return how many stages a schedule gives each worker by default."""
     if name.lower() in {known.lower() for known in (*NAMES, "1f1b", "fill-drain", "zero_bubble")}:
         return 2 if name.lower() == "interleaved" else 1
-    from torch.distributed.pipelining import schedules
-
     try:
         made = schedules.get_schedule_class(name)
     except ValueError:
@@ -197,8 +197,8 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
     https://arxiv.org/abs/1806.03377 (PipeDream-Flush).
 
     With ``zero_bubble`` the weights' half of the backward is put off into what would be idle time: ZB1P of Qi et al.
-    2023, https://arxiv.org/abs/2401.10241. The orders are those of torch's ScheduleInterleaved1F1B and
-    ScheduleInterleavedZeroBubble, which need at least two stages for each worker; here one is enough.
+    2023, https://arxiv.org/abs/2401.10241. Torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble make the
+    same rows, but want two stages for each worker at least; here one is enough.
     """
     if stages % workers:
         raise ScheduleError(
@@ -218,44 +218,20 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
         def forward(count: int, worker: int = worker) -> int:
             return (count // a_round) % local * workers + worker
 
-        def backward(count: int, worker: int = worker) -> int:
-            return (local - 1 - (count // a_round) % local) * workers + worker
+        def backward(count: int, worker: int = worker, ahead: int = ahead) -> int:
+            return (local - 1 - ((count - ahead) // a_round) % local) * workers + worker
 
-        rows.append(_row_of_one(total, ahead, forward, backward, worker if zero_bubble else None))
-    return tuple(rows)
-
-
-def _row_of_one(
-    total: int, ahead: int, forward: Callable[[int], int], backward: Callable[[int], int], weights_late_by: int | None
-) -> Row:
-    row: list[Action] = []
-    done: dict[tuple[int, str], int] = {}
-
-    def add(stage: int, kind: str) -> None:
-        number = done.get((stage, kind), 0)
-        done[stage, kind] = number + 1
-        row.append(Action(stage, kind, number))
-
-    kind = "B" if weights_late_by is None else "I"
-    weights = 0
-    for count in range(ahead):
-        add(forward(count), "F")
-    for count in range(total):
-        if ahead + count < total:
-            add(forward(ahead + count), "F")
-        add(backward(count), kind)
-        if weights_late_by is not None and count >= weights_late_by:
-            add(backward(weights), "W")
-            weights += 1
-    if weights_late_by is not None:
-        for count in range(weights, total):
-            add(backward(count), "W")
-    return tuple(row)
+        late = worker if zero_bubble else 0
+        rows.append(
+            schedules._get_1f1b_rank_ops(  # type: ignore[no-untyped-call]
+                local, workers, ahead, total - ahead, ahead, worker, forward, backward, late, zero_bubble
+            )
+        )
+    return _read(rows)
 
 
 def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
     """Read any schedule that torch knows by name as data."""
-    from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     try:
@@ -273,7 +249,12 @@ def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[R
             f"torch's schedule {name!r} cannot be made for {workers} workers, {stages} stages and {micro_batches} "
             f"micro-batches: {error}"
         ) from error
-    return parse("\n".join(",".join("" if cell is None else str(cell) for cell in row) or "," for row in actions))
+    return _read(actions)
+
+
+def _read(rows: Iterable[Iterable[Any]]) -> tuple[Row, ...]:
+    """Take over torch's own actions, by their text."""
+    return parse("\n".join(",".join("" if cell is None else str(cell) for cell in row) or "," for row in rows))
 
 
 # ------------------------------------------------------------------------------------------------------- the proof

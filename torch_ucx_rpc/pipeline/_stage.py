@@ -57,7 +57,6 @@ class Stage:
         device: device of the module.
         rematerialize: whether activations are computed again on the way back rather than kept.
         loss: the last stage's ``loss(output, target)``.
-        training: whether the whole model was given in training mode.
     """
 
     def __init__(
@@ -68,20 +67,15 @@ class Stage:
         *,
         rematerialize: bool,
         loss: Callable[..., Any] | None,
-        training: bool,
-        evaluation_module: nn.Module | None = None,
     ) -> None:
         self.spec = spec
         self.index = spec.index
         self.module = module
-        self.evaluation_module = evaluation_module
         self.device = device
         self.loss = loss
         self.rematerialize = rematerialize
-        self.training = training
         # Modes in which the modules were given: one may differ from the whole model, such as a frozen batch norm.
         self._modes = [(part, part.training) for part in module.modules()]
-        self._given_training = training
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self._last_seed: tuple[Any, torch.Tensor] | None = None
         # The last call with counted losses, and the count of its first one.
@@ -99,8 +93,7 @@ class Stage:
         self._chain = _chain_source(spec)
         # Layers must not write in place into values that arrived. Such a value is a leaf for autograd, the input of a
         # second forward, and in the same process the output of another stage.
-        self._writes_in_place = any(map(_writes_in_place, (module, evaluation_module)))
-        self._traced = isinstance(module, torch.fx.GraphModule)
+        self._writes_in_place = any(getattr(part, "inplace", False) for part in module.modules())
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -123,12 +116,9 @@ class Stage:
     def train(self, mode: bool | None) -> None:
         """Do ``nn.Module.train``. None restores the modes in which the modules were given."""
         if mode is None:
-            self.training = self._given_training
             for part, training in self._modes:
                 part.training = training
-            return
-        self.training = mode
-        if not self._traced:
+        else:
             self.module.train(mode)
 
     # ---------------------------------------------------------------------------------------------------- forward
@@ -215,12 +205,7 @@ class Stage:
             args, kwargs = arrived[INPUT]
         else:
             args, kwargs = fill(self.spec.arguments, self.spec.edges_in, arrived)
-        module = self.module
-        if self.evaluation_module is not None and not self.training:
-            module = self.evaluation_module
-        run: Callable[..., Any] = module
-        if self._writes_in_place:
-            run = _with_copies(module)
+        run = _with_copies(self.module) if self._writes_in_place else self.module
         if not rematerialize:
             return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
@@ -347,14 +332,6 @@ def _loss_of(found: Any, function: Callable[..., Any]) -> Loss:
 
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
-
-
-def _writes_in_place(module: nn.Module | None) -> bool:
-    if isinstance(module, torch.fx.GraphModule):
-        # A traced module has operators instead of layers.
-        schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
-        return any(schema is not None and schema.is_mutable for schema in schemas)
-    return module is not None and any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def _with_copies(module: nn.Module) -> Callable[..., Any]:

@@ -34,12 +34,9 @@ class Stages:
                 self._device,
                 rematerialize=config.rematerialize,
                 loss=config.loss,
-                training=config.training,
-                evaluation_module=_build.evaluation_module(spec, self._device),
             )
             for spec in config.specs
         }
-        _build.share_evaluation_state(self.by_index.values())
         for stage in self.by_index.values():
             stage.train(config.mode)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}

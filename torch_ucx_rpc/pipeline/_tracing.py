@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
-from torch_ucx_rpc.pipeline._balance import balanced
+from torch_ucx_rpc.pipeline._balance import balanced, timed
+from torch_ucx_rpc.pipeline._build import Traced
 from torch_ucx_rpc.pipeline._errors import PipelineError
 from torch_ucx_rpc.pipeline._partition import Partition, StageInfo, close_to, connect, parameter_count, tie
 from torch_ucx_rpc.pipeline._values import equal, map_tensors
@@ -51,19 +51,19 @@ def divide(
         )
     with _in_the_other_mode(model):
         others, _ = _traced(model, args, kwargs, split_spec)
-    if not model.training:
-        specs, others = others, specs
     if [(spec.arguments, spec.output) for spec in specs] != [(spec.arguments, spec.output) for spec in others]:
         raise PipelineError(
             "the model passes other values between these stages when it trains than when it evaluates, so one "
             "pipeline cannot do both: move the split points."
         )
+    infos = []
     for spec, other in zip(specs, others, strict=True):
-        if spec.module.code != other.module.code:
-            spec.evaluation_module = other.module
+        graphs = {model.training: spec.module, not model.training: other.module}
+        infos.append(StageInfo(_layers_of(graphs[True]), parameter_count([graphs[True]])))
+        spec.module = Traced(graphs[True], graphs[False])
+        spec.module.training = model.training
     tie(specs, dict(model.named_parameters(remove_duplicate=False)))
     _keep_unused(specs, model)
-    infos = [StageInfo(_layers_of(spec.module), parameter_count([spec.module])) for spec in specs]
     names = [name for name, _ in model.named_parameters()]
     signature = inspect.signature(model.forward)
     in_spec = program.call_spec.in_spec
@@ -249,19 +249,12 @@ def _fixed(program: Any, arguments: Mapping[str, Any]) -> list[_Fixed]:
 
 
 def _keep_unused(specs: list[StageSpec], model: nn.Module) -> None:
-    """Give the stages the parts of the model's state that the graphs for training leave out: each stage what its
-    evaluation graph uses, and the last one the rest."""
+    """Give the last stage the parts of the model's state that no graph uses."""
     used = {name for spec in specs for name in spec.module.state_dict(keep_vars=True)}
     used |= {name for spec in specs for _, name in spec.aliases}
-    left = {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if name not in used and isinstance(value, torch.Tensor)
-    }
-    for spec in specs:
-        if spec.evaluation_module is not None:
-            spec.unused = {name: left.pop(name) for name in spec.evaluation_module.state_dict() if name in left}
-    specs[-1].unused = {**specs[-1].unused, **left}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in used and isinstance(value, torch.Tensor):
+            specs[-1].module.add(name, value)
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any], in_spec: Any) -> tuple[Any, ...]:
@@ -319,29 +312,6 @@ def _blocks_in_order(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             else:
                 yield prefix + name, child
 
-    began: dict[str, float] = {}
-    found: list[tuple[str, float]] = []
-    hooks = []
-    for name, block in walk(model, ""):
-
-        def begin(*_: Any, name: str = name) -> None:
-            began[name] = time.perf_counter()
-
-        def end(*_: Any, name: str = name) -> None:
-            found.append((name, time.perf_counter() - began[name]))
-
-        hooks += [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
-    state = {name: value.clone() for name, value in model.named_buffers()}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*args, **kwargs)
-            found.clear()
-            model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        with torch.no_grad():
-            for name, value in model.named_buffers():
-                value.copy_(state[name])
+    found = timed(model, walk(model, ""), args, kwargs)
     names = [name for name, _ in found]
     return [(name, seconds) for name, seconds in found if names.count(name) == 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -63,10 +63,6 @@ class StageSpec:
     """Prefix of the names of its parameters in the undivided model."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Names of this stage's state, and the other names that the undivided model has for the same tensors."""
-    evaluation_module: Any = None
-    """The module that runs in evaluation on the same state, since a traced stage cannot switch by ``eval()``."""
-    unused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Tensors of the undivided model's state that no stage computes with: they live here and are saved."""
 
 
 def edges_to(target: int, wanted: Any) -> list[Edge]:
