@@ -93,6 +93,13 @@ class Shard:
         self.tell()
         return future
 
+    def take_requests(self, former: Shard) -> None:
+        """Take over the requests to a shard that is dropped."""
+        with former.lock:
+            waiting, former._waiting = former._waiting, []
+        with self.lock:
+            self._waiting += waiting
+
     def tell(self) -> None:
         """Answer requests that wait for the present step."""
         with self.lock:
@@ -234,12 +241,15 @@ class Host:
         with self._office.changed:
             shard = self._shards.get((key, number))
             is_same = shard is not None and (shard.step, shard.committed) == (opening.step, opening.committed)
-            if shard is not None and not is_same and shard.committed != NEVER:
-                # Others have gone on without this host.
-                del self._shards[key, number]
+            former = None
+            if shard is not None and not is_same and (shard.committed != NEVER or shard.restored_from is not None):
+                # Others may have gone on without this host, and saved.
+                former = self._shards.pop((key, number))
             shard = self._find(key, number, opening.spec)
         if shard is None:
             raise RuntimeError(self._lost(key))
+        if former is not None:
+            shard.take_requests(former)
         if not is_same:
             with shard.lock:
                 shard.go_to(opening.step, opening.committed)

@@ -1,0 +1,37 @@
+"""A host that takes over parameters which another one has saved."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from torch_ucx_rpc.reduction._host import Host, Shard
+from torch_ucx_rpc.reduction._messages import Opening, Spec
+
+KEY = "server/model"
+
+
+def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
+    optimizer = pickle.dumps(functools.partial(torch.optim.SGD, lr=1.0))
+    spec = Spec("server", ("host0", "host1"), 1, optimizer, str(tmp_path), 1)
+    other = Shard(spec, tmp_path / "server-model-1.pt", [torch.zeros(2)])
+
+    def update() -> None:
+        other.prepare([torch.ones(2)], 1)
+        other.apply()
+
+    update()
+    host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None}))
+    # A trainer asks while host1 is away, so this host reads the checkpoint. Then host1 comes back, and goes on.
+    assert host.fill(KEY, 1, spec, [torch.zeros(2)]).restored_from
+    update()
+    early = host.parameters(KEY, 1, spec, 2)
+    opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
+    assert host._prepare(opening, 1).step == 2
+    assert early.wait()[0].tolist() == [-2.0, -2.0]
+    assert host.parameters(KEY, 1, spec, 2).wait()[0].tolist() == [-2.0, -2.0]
