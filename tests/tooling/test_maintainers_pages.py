@@ -21,7 +21,7 @@ def read(path: Path) -> str:
 
 
 def test_the_thread_model_lists_the_timers_tasks() -> None:
-    tasks = {name for file in CSRC.rglob("*.cpp") for name in re.findall(r'timer\.add\("([^"]+)"', read(file))}
+    tasks = {name for file in CSRC.rglob("*.cpp") for name in re.findall(r'timer_?\.add\("([^"]+)"', read(file))}
     listed = re.search(r"- \*\*The timer\*\*.*?user code\.", read(PAGES / "thread_model.md"), re.DOTALL)
     assert listed
     assert set(re.findall(r'"([^"]+)"', " ".join(listed[0].split()))) == tasks

@@ -11,15 +11,15 @@
 
 namespace torch_ucx_rpc {
 
-// The parts of an agent that most objects of rpc/ use. They live as long as the agent. An object may add tasks to the
-// timer while it is made, since the timer starts after that.
+// The parts of an agent that most objects of rpc/ use, as their base class. The parts live as long as the agent. An
+// object may add tasks to the timer while it is made, since the timer starts after that.
 struct AgentParts {
-  const Identity& self;
-  Directory& directory;
-  Messenger& messenger;
-  Executor& executor;
-  Timer& timer;
-  const Lifetime& lifetime;
+  const Identity& self_;
+  Directory& directory_;
+  Messenger& messenger_;
+  Executor& executor_;
+  Timer& timer_;
+  const Lifetime& lifetime_;
 };
 
 // How often a thread that blocks, and does not drive, looks for signals.

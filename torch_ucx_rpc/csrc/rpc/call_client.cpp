@@ -47,13 +47,10 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
 } // namespace
 
 CallClient::CallClient(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting)
-    : self_(parts.self),
-      messenger_(parts.messenger),
-      executor_(parts.executor),
-      lifetime_(parts.lifetime),
+    : AgentParts(parts),
       deviceMaps_(deviceMaps),
       whileWaiting_(std::move(whileWaiting)),
-      expiryTask_(parts.timer.add("expire calls", [this](Timer::TimePoint now) { return expire(now); })) {}
+      expiryTask_(timer_.add("expire calls", [this](Timer::TimePoint now) { return expire(now); })) {}
 
 // ------------------------------------------------------------------------------------------------------ sending
 

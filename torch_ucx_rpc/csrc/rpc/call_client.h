@@ -20,7 +20,7 @@ namespace torch_ucx_rpc {
 // Makes the calls of this worker, from send() to the completion of their futures. A call's future is completed exactly
 // once, by the event that takes the call out of the table: the answer, the deadline, the end of the callee, or
 // shutdown. Thread-safe.
-class CallClient final : public AnswerHandler, public PeerObserver {
+class CallClient final : public AnswerHandler, public PeerObserver, private AgentParts {
  public:
   // Threads that wait call `whileWaiting` now and then, and when a signal has come in. It may throw to end the wait
   // (Ctrl-C).
@@ -100,10 +100,6 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   // To be called when a call was put into the table, where no peer has to be sent to.
   void failAllIfClosed();
 
-  const Identity self_;
-  Messenger& messenger_;
-  Executor& executor_;
-  const Lifetime& lifetime_;
   const DeviceMaps& deviceMaps_;
   const std::function<void()> whileWaiting_;
   Timer::Task& expiryTask_;

@@ -10,9 +10,7 @@
 namespace torch_ucx_rpc {
 
 Channel::Channel(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting)
-    : self_(parts.self),
-      messenger_(parts.messenger),
-      lifetime_(parts.lifetime),
+    : AgentParts(parts),
       deviceMaps_(deviceMaps),
       whileWaiting_(std::move(whileWaiting)),
       grave_(std::make_shared<Grave>()) {}

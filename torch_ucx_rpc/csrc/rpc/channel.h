@@ -41,7 +41,7 @@ namespace torch_ucx_rpc {
 //
 // A large tensor is received straight into the tensor that was posted for it, if that has the same layout, is on the
 // CPU and contiguous. Thread-safe.
-class Channel final : public PutHandler, public PeerObserver {
+class Channel final : public PutHandler, public PeerObserver, private AgentParts {
  public:
   static constexpr uint64_t kOpenBodyBytes = 8ull * 1024 * 1024;
   static constexpr uint64_t kLentBytes = 256ull * 1024 * 1024;
@@ -174,9 +174,6 @@ class Channel final : public PutHandler, public PeerObserver {
   // The value of a message. Where it was large and fits the posted tensors, it lies in them already.
   Value decode(Expected& expected);
 
-  const Identity self_;
-  Messenger& messenger_;
-  const Lifetime& lifetime_;
   const DeviceMaps& deviceMaps_;
   const std::function<void()> whileWaiting_;
   const std::shared_ptr<Grave> grave_; // own synchronization

@@ -38,12 +38,8 @@ Group::Group(
     PeerMonitor& monitor,
     OrphanedState& orphans,
     std::function<void()> whileWaiting)
-    : self_(parts.self),
+    : AgentParts(parts),
       agent_(agent),
-      directory_(parts.directory),
-      messenger_(parts.messenger),
-      executor_(parts.executor),
-      lifetime_(parts.lifetime),
       calls_(calls),
       monitor_(monitor),
       orphans_(orphans),

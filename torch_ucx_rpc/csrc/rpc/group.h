@@ -26,7 +26,7 @@ using torch::distributed::rpc::WorkerInfo;
 
 // Keeps the members of the group, and runs barriers over them. In a static group all members leave together; in a
 // dynamic group they come and go. Thread-safe.
-class Group final : public GroupHandler, public PeerObserver, private Barrier::Link {
+class Group final : public GroupHandler, public PeerObserver, private Barrier::Link, private AgentParts {
  public:
   // Threads that wait call `whileWaiting` now and then. It may throw to end the wait (Ctrl-C).
   Group(
@@ -116,12 +116,7 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   int64_t requestsOpen() const;
 
   // Constant after construction.
-  const Identity self_;
   const RpcAgent& agent_;
-  Directory& directory_;
-  Messenger& messenger_;
-  Executor& executor_;
-  const Lifetime& lifetime_;
   CallClient& calls_;
   PeerMonitor& monitor_;
   OrphanedState& orphans_;

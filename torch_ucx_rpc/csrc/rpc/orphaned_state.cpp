@@ -40,13 +40,10 @@ void closeContexts(const std::vector<int64_t>& ids) {
 } // namespace
 
 OrphanedState::OrphanedState(const AgentParts& parts, const RpcAgent& agent, const RequestCallback& callback)
-    : self_(parts.self.rank),
+    : AgentParts(parts),
       agent_(agent),
       callback_(callback),
-      directory_(parts.directory),
-      executor_(parts.executor),
-      lifetime_(parts.lifetime),
-      releaseTask_(parts.timer.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
+      releaseTask_(timer_.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
 
 void OrphanedState::onPeerGone(Peer& peer) {
   release({peer.member().rank});
@@ -56,7 +53,7 @@ void OrphanedState::onPeerGone(Peer& peer) {
 
 void OrphanedState::closeContextsOfOthers() const {
   if (isTorchsAgent(agent_)) {
-    closeContexts(orphanedContexts([this](int64_t id) { return contextRank(id) != self_; }));
+    closeContexts(orphanedContexts([this](int64_t id) { return contextRank(id) != self_.rank; }));
   }
 }
 
@@ -127,7 +124,7 @@ void OrphanedState::release(const Ranks& gone) {
 
 bool OrphanedState::mayStillGetValue(const RRefId& id) const {
   const Peer* holder = directory_.find(id.createdOn_); // the worker that has the creator's rank now
-  if (holder == nullptr || holder->member().rank == self_) {
+  if (holder == nullptr || holder->member().rank == self_.rank) {
     return true;
   }
   if (holder->isThere()) {
@@ -139,7 +136,8 @@ bool OrphanedState::mayStillGetValue(const RRefId& id) const {
 
 bool OrphanedState::mayStillBeClosed(int64_t context) const {
   const Peer* holder = directory_.find(contextRank(context)); // the worker that has the opener's rank now
-  return holder == nullptr || holder->member().rank == self_ || holder->canHaveOpenedContext(contextNumber(context));
+  return holder == nullptr || holder->member().rank == self_.rank ||
+      holder->canHaveOpenedContext(contextNumber(context));
 }
 
 void OrphanedState::endHopelessWait(const WaitForValue& wait) const {

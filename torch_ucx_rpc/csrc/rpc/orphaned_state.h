@@ -20,7 +20,7 @@ using torch::distributed::rpc::RpcAgent;
 // opened, references to RRefs of this worker, and waits for values that they were to make. Does so at their end, and
 // for a while after it, because handlers that still run make more of it. Does nothing for an agent that is not torch's
 // current one: torch keeps this state once for a process. Thread-safe.
-class OrphanedState final : public PeerObserver {
+class OrphanedState final : public PeerObserver, private AgentParts {
  public:
   OrphanedState(const AgentParts& parts, const RpcAgent& agent, const RequestCallback& callback);
 
@@ -60,12 +60,8 @@ class OrphanedState final : public PeerObserver {
   // Whether the opener of a context of distributed autograd may still live to close it.
   bool mayStillBeClosed(int64_t context) const;
 
-  const Rank self_;
   const RpcAgent& agent_;
   const RequestCallback& callback_;
-  const Directory& directory_;
-  Executor& executor_;
-  const Lifetime& lifetime_;
   Timer::Task& releaseTask_;
   bool isDynamic_ = false; // constant after start()
 

@@ -10,16 +10,12 @@ namespace torch_ucx_rpc {
 
 PeerMonitor::PeerMonitor(
     const AgentParts& parts, std::chrono::milliseconds heartbeatLimit, std::chrono::milliseconds reconnectLimit)
-    : self_(parts.self),
-      directory_(parts.directory),
-      messenger_(parts.messenger),
-      timer_(parts.timer),
-      lifetime_(parts.lifetime),
+    : AgentParts(parts),
       mayResume_(heartbeatLimit.count() != 0 && reconnectLimit.count() != 0),
-      heartbeatTask_(parts.timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
+      heartbeatTask_(timer_.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
       processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
       lifelines_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
-      heartbeat_(parts.directory, heartbeatLimit, reconnectLimit) {}
+      heartbeat_(directory_, heartbeatLimit, reconnectLimit) {}
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   for (Peer* peer : peers) {

@@ -15,7 +15,7 @@ namespace torch_ucx_rpc {
 // Decides that a peer is gone, and tells everybody concerned, once. It learns of an end from the peer's goodbye, from
 // the end of its process (same machine), from its silence or the end of its lifeline (elsewhere), or from the
 // transport. A lost worker stays lost; late messages are dropped. Thread-safe.
-class PeerMonitor final : public PeerHandler {
+class PeerMonitor final : public PeerHandler, private AgentParts {
  public:
   PeerMonitor(
       const AgentParts& parts,
@@ -58,11 +58,6 @@ class PeerMonitor final : public PeerHandler {
   // The port of the lifeline is closed: the process has ended.
   void onLifelineCutWithWorkerLock(Peer& peer);
 
-  const Identity self_;
-  const Directory& directory_;
-  Messenger& messenger_;
-  const Timer& timer_;
-  const Lifetime& lifetime_;
   const bool mayResume_;
   Timer::Task& heartbeatTask_;
   std::vector<PeerObserver*> observers_; // constant after start()

@@ -17,7 +17,7 @@ namespace torch_ucx_rpc {
 
 // Reports on the agent: statistics, and torch's metrics and debug info, which are made from them. reports.cpp has one
 // table with the names and the sources of all counts. Thread-safe.
-class Reports {
+class Reports : private AgentParts {
  public:
   using Texts = std::unordered_map<std::string, std::string>;
 
@@ -27,14 +27,7 @@ class Reports {
       const CallClient& calls,
       const RequestServer& requests,
       const Channel& channel)
-      : options_(options),
-        directory_(parts.directory),
-        messenger_(parts.messenger),
-        executor_(parts.executor),
-        lifetime_(parts.lifetime),
-        calls_(calls),
-        requests_(requests),
-        channel_(channel) {}
+      : AgentParts(parts), options_(options), calls_(calls), requests_(requests), channel_(channel) {}
 
   // Waits for the worker lock, unless the agent is closed.
   AgentStatistics statistics() const;
@@ -53,10 +46,6 @@ class Reports {
   Texts metricsOf(const AgentStatistics& now, bool isProfilingGil) const;
 
   const AgentOptions& options_;
-  const Directory& directory_;
-  Messenger& messenger_;
-  const Executor& executor_;
-  const Lifetime& lifetime_;
   const CallClient& calls_;
   const RequestServer& requests_;
   const Channel& channel_;

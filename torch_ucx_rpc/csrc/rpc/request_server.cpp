@@ -40,13 +40,7 @@ std::string explained(std::string_view what, const Peer& to) {
 
 RequestServer::RequestServer(
     const AgentParts& parts, const RequestCallback& callback, RRefHolders& rrefHolders, const DeviceMaps& deviceMaps)
-    : self_(parts.self),
-      callback_(callback),
-      rrefHolders_(rrefHolders),
-      messenger_(parts.messenger),
-      executor_(parts.executor),
-      lifetime_(parts.lifetime),
-      deviceMaps_(deviceMaps) {}
+    : AgentParts(parts), callback_(callback), rrefHolders_(rrefHolders), deviceMaps_(deviceMaps) {}
 
 // --------------------------------------------------------------------------------------------------- taking in
 

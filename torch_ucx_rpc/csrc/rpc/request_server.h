@@ -25,7 +25,7 @@ using torch::distributed::rpc::RequestCallback;
 
 // Serves requests, from their arrival to their answers. A request gets exactly one answer, or a refusal with the
 // reason, unless its caller is gone or has given up by then. Thread-safe.
-class RequestServer final : public RequestHandler {
+class RequestServer final : public RequestHandler, private AgentParts {
  public:
   RequestServer(
       const AgentParts& parts, const RequestCallback& callback, RRefHolders& rrefHolders, const DeviceMaps& deviceMaps);
@@ -71,12 +71,8 @@ class RequestServer final : public RequestHandler {
   // The error of a request that no thread can be had for.
   Error describeNesting() const;
 
-  const Identity self_;
   const RequestCallback& callback_;
   RRefHolders& rrefHolders_;
-  Messenger& messenger_;
-  Executor& executor_;
-  const Lifetime& lifetime_;
   const DeviceMaps& deviceMaps_;
 
   mutable std::mutex asyncMutex_;
