@@ -19,14 +19,11 @@ constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
 
 } // namespace
 
-DeviceWatch::DeviceWatch(
-    const DevicesInUse& devices, Progress& progress, Executor& executor, Timer& timer, const Lifetime& lifetime)
-    : devices_(devices),
-      progress_(progress),
-      executor_(executor),
-      lifetime_(lifetime),
-      askTask_(timer.add("ask devices", [this](Timer::TimePoint /*now*/) { return ask(); })),
-      collectionTask_(timer.add("collect device memory", [this](Timer::TimePoint now) { return collect(now); })) {}
+DeviceWatch::DeviceWatch(const MessengerParts& parts, const DevicesInUse& devices)
+    : MessengerParts(parts),
+      devices_(devices),
+      askTask_(timer_.add("ask devices", [this](Timer::TimePoint /*now*/) { return ask(); })),
+      collectionTask_(timer_.add("collect device memory", [this](Timer::TimePoint now) { return collect(now); })) {}
 
 void DeviceWatch::beginRoundWithWorkerLock() {
   assertHoldsWorkerLock();

@@ -1,20 +1,15 @@
 #pragma once
 
 #include "memory/devices_in_use.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
-#include "runtime/progress.h"
-#include "runtime/timer.h"
+#include "messaging/messenger_parts.h"
 
 namespace torch_ucx_rpc {
 
 // Asks devices, which no event speaks for: whether the work is done that messages wait for, and whether released device
 // memory is still in use. Idle where RPC uses no devices. Thread-safe, except functions that need the worker lock.
-class DeviceWatch {
+class DeviceWatch : private MessengerParts {
  public:
-  // Adds tasks to the timer, so it must not have started.
-  DeviceWatch(
-      const DevicesInUse& devices, Progress& progress, Executor& executor, Timer& timer, const Lifetime& lifetime);
+  DeviceWatch(const MessengerParts& parts, const DevicesInUse& devices);
 
   // Whether RPC uses devices.
   bool isOn() const {
@@ -32,9 +27,6 @@ class DeviceWatch {
   Timer::TimePoint collect(Timer::TimePoint now);
 
   const DevicesInUse& devices_;
-  Progress& progress_;
-  Executor& executor_;
-  const Lifetime& lifetime_;
   Timer::Task& askTask_;
   Timer::Task& collectionTask_;
 };

@@ -52,9 +52,10 @@ Messenger::Messenger(
           devices,
           events_,
           [this] { progress_.requestStartDeferred(); }),
-      devices_(devices, progress_, executor, timer, lifetime),
-      repair_(*transport_, directory, connections_, outbox_, events_, progress_, timer, lifetime),
-      retries_(connections_, outbox_, repair_, events_, progress_, timer, lifetime) {
+      parts_{*transport_, connections_, outbox_, events_, progress_, directory, executor, timer, lifetime},
+      devices_(parts_, devices),
+      repair_(parts_),
+      retries_(parts_, repair_) {
   transport_->setListener(&inbox_);
 }
 

@@ -216,6 +216,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Connections connections_; // worker lock
   Outbox outbox_; // worker lock
   Inbox inbox_; // worker lock
+  const MessengerParts parts_;
   DeviceWatch devices_; // own synchronization
   SharedMemoryRepair repair_; // own synchronization
   Retries retries_; // worker lock

@@ -19,21 +19,10 @@ constexpr auto kReminder = std::chrono::seconds(10);
 
 } // namespace
 
-Retries::Retries(
-    Connections& connections,
-    Outbox& outbox,
-    SharedMemoryRepair& repair,
-    EventBuffer& events,
-    Progress& progress,
-    Timer& timer,
-    const Lifetime& lifetime)
-    : connections_(connections),
-      outbox_(outbox),
+Retries::Retries(const MessengerParts& parts, SharedMemoryRepair& repair)
+    : MessengerParts(parts),
       repair_(repair),
-      events_(events),
-      progress_(progress),
-      lifetime_(lifetime),
-      task_(timer.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })) {}
+      task_(timer_.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })) {}
 
 void Retries::schedule() {
   assertHoldsWorkerLock();

@@ -1,13 +1,8 @@
 #pragma once
 
 #include "base/file_reserve.h"
-#include "messaging/connection.h"
-#include "messaging/event_buffer.h"
-#include "messaging/outbox.h"
+#include "messaging/messenger_parts.h"
 #include "messaging/shared_memory_repair.h"
-#include "runtime/lifetime.h"
-#include "runtime/progress.h"
-#include "runtime/timer.h"
 
 namespace torch_ucx_rpc {
 
@@ -17,17 +12,9 @@ namespace torch_ucx_rpc {
 // - Connections whose endpoints have failed are resumed, and peers are asked for what they have not sent again.
 //
 // All functions need the worker lock.
-class Retries {
+class Retries : private MessengerParts {
  public:
-  // Adds a task to the timer, so it must not have started.
-  Retries(
-      Connections& connections,
-      Outbox& outbox,
-      SharedMemoryRepair& repair,
-      EventBuffer& events,
-      Progress& progress,
-      Timer& timer,
-      const Lifetime& lifetime);
+  Retries(const MessengerParts& parts, SharedMemoryRepair& repair);
 
   // Has everything tried again soon.
   void schedule();
@@ -43,12 +30,7 @@ class Retries {
   // One round of resumption. True if there is more to do later.
   bool resume(Connection& connection);
 
-  Connections& connections_;
-  Outbox& outbox_;
   SharedMemoryRepair& repair_;
-  EventBuffer& events_;
-  Progress& progress_; // own synchronization
-  const Lifetime& lifetime_; // own synchronization
   Timer::Task& task_; // own synchronization
   FileReserve files_;
   Timer::TimePoint warnedAt_{}; // timer thread only

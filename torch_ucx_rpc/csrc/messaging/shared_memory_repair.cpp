@@ -14,23 +14,8 @@ constexpr auto kPeriod = std::chrono::milliseconds(20);
 
 } // namespace
 
-SharedMemoryRepair::SharedMemoryRepair(
-    Transport& transport,
-    const Directory& directory,
-    Connections& connections,
-    Outbox& outbox,
-    EventBuffer& events,
-    Progress& progress,
-    Timer& timer,
-    const Lifetime& lifetime)
-    : transport_(transport),
-      directory_(directory),
-      connections_(connections),
-      outbox_(outbox),
-      events_(events),
-      progress_(progress),
-      lifetime_(lifetime),
-      task_(timer.add("repair", [this](Timer::TimePoint now) { return repair(now); })) {}
+SharedMemoryRepair::SharedMemoryRepair(const MessengerParts& parts)
+    : MessengerParts(parts), task_(timer_.add("repair", [this](Timer::TimePoint now) { return repair(now); })) {}
 
 void SharedMemoryRepair::request() {
   isWanted_.store(true);

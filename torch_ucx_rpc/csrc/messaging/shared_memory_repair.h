@@ -1,13 +1,6 @@
 #pragma once
 
-#include "messaging/connection.h"
-#include "messaging/event_buffer.h"
-#include "messaging/outbox.h"
-#include "peers/directory.h"
-#include "runtime/lifetime.h"
-#include "runtime/progress.h"
-#include "runtime/timer.h"
-#include "transport/transport.h"
+#include "messaging/messenger_parts.h"
 
 #include <atomic>
 
@@ -17,18 +10,9 @@ namespace torch_ucx_rpc {
 // into this worker's shared memory leaves a gap there, behind which nothing arrives (Transport::repairState()). The gap
 // is closed where that is possible. Where it is not, the worker is deaf: it and its neighbours use the network from
 // then on. Thread-safe, except functions that need the worker lock.
-class SharedMemoryRepair {
+class SharedMemoryRepair : private MessengerParts {
  public:
-  // Adds a task to the timer, so it must not have started.
-  SharedMemoryRepair(
-      Transport& transport,
-      const Directory& directory,
-      Connections& connections,
-      Outbox& outbox,
-      EventBuffer& events,
-      Progress& progress,
-      Timer& timer,
-      const Lifetime& lifetime);
+  explicit SharedMemoryRepair(const MessengerParts& parts);
 
   // Asks for a look. To be called when a process of this machine has ended, and when this worker seems deaf.
   void request();
@@ -42,13 +26,6 @@ class SharedMemoryRepair {
   Timer::TimePoint repair(Timer::TimePoint now);
   void repairWithWorkerLock();
 
-  Transport& transport_; // worker lock, except scanForRepair()
-  const Directory& directory_;
-  Connections& connections_; // worker lock
-  Outbox& outbox_; // worker lock
-  EventBuffer& events_; // worker lock
-  Progress& progress_;
-  const Lifetime& lifetime_;
   Timer::Task& task_;
 
   std::atomic<bool> isWanted_{false}; // a look has been asked for, and none has followed yet
