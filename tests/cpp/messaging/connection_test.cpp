@@ -2,7 +2,7 @@
 
 #include "messaging/connection.h"
 
-#include "runtime/worker_mutex.h"
+#include "assume_worker_lock.h"
 #include "test_worker.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 #include "messaging/heartbeat.h"
 
-#include "runtime/worker_mutex.h"
+#include "assume_worker_lock.h"
 
 #include <gtest/gtest.h>
 

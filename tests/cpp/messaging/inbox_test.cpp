@@ -2,10 +2,10 @@
 
 #include "messaging/inbox.h"
 
+#include "assume_worker_lock.h"
 #include "event_log.h"
 #include "messaging/outbox.h"
 #include "patient_transport.h"
-#include "runtime/worker_mutex.h"
 
 #include <gtest/gtest.h>
 

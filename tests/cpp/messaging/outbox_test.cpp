@@ -2,8 +2,8 @@
 
 #include "messaging/outbox.h"
 
+#include "assume_worker_lock.h"
 #include "event_log.h"
-#include "runtime/worker_mutex.h"
 #include "sending_transport.h"
 #include "test_worker.h"
 

@@ -2,9 +2,9 @@
 
 #include "messaging/receiver.h"
 
+#include "assume_worker_lock.h"
 #include "event_log.h"
 #include "patient_transport.h"
-#include "runtime/worker_mutex.h"
 #include "test_worker.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,7 @@
 // Deadlines; lost, doubled and late messages; silent and dead peers; calls that are given up.
 
 #include "agent_fixture.h"
+#include "value_of.h"
 
 namespace torch_ucx_rpc {
 namespace {

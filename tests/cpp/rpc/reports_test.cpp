@@ -3,6 +3,7 @@
 #include "rpc/reports.h"
 
 #include "rpc_worker.h"
+#include "value_of.h"
 
 #include <gtest/gtest.h>
 

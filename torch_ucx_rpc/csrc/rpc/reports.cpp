@@ -3,21 +3,13 @@
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
-
-uint64_t valueOf(const std::vector<Count>& counts, std::string_view name) {
-  const auto found = std::ranges::find_if(counts, [&](const Count& count) { return count.name == name; });
-  TORCH_INTERNAL_ASSERT(found != counts.end(), "no count of the name ", name);
-  return found->value;
-}
 
 // The table of all counts but one. messages_sending, which needs the worker lock, is added by statistics(). A field of
 // torch_ucx_rpc/_observe/statistics.py documents each name.

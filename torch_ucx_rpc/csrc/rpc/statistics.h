@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -16,9 +15,6 @@ struct Count {
   const char* metric; // in torch's get_metrics(); empty: not there
   uint64_t value;
 };
-
-// The value of a count that exists. `name` is that of torch_ucx_rpc.statistics().
-uint64_t valueOf(const std::vector<Count>& counts, std::string_view name);
 
 // A snapshot of what an agent has done and is doing, for torch_ucx_rpc.statistics(), which documents it
 // (torch_ucx_rpc/_observe/statistics.py). Counters go on while they are read.

@@ -24,23 +24,9 @@ class WorkerMutex {
   }
 
  private:
-  friend class AssumeWorkerLock;
   static void note(int change);
 
   std::mutex mutex_;
-};
-
-// Lets single-threaded tests call such functions without a Progress.
-class AssumeWorkerLock {
- public:
-  AssumeWorkerLock() {
-    WorkerMutex::note(1);
-  }
-  ~AssumeWorkerLock() {
-    WorkerMutex::note(-1);
-  }
-  AssumeWorkerLock(const AssumeWorkerLock&) = delete;
-  AssumeWorkerLock& operator=(const AssumeWorkerLock&) = delete;
 };
 
 #ifdef TORCH_UCX_RPC_CHECK_LOCKS

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "rpc/statistics.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// The value of a count. `name` is that of torch_ucx_rpc.statistics().
+inline uint64_t valueOf(const std::vector<Count>& counts, std::string_view name) {
+  const auto found = std::ranges::find_if(counts, [&](const Count& count) { return count.name == name; });
+  if (found == counts.end()) {
+    throw std::invalid_argument("no count of the name " + std::string(name));
+  }
+  return found->value;
+}
+
+} // namespace torch_ucx_rpc
