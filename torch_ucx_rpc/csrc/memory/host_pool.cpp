@@ -125,10 +125,7 @@ void HostPool::giveBack(Block* block) {
     std::lock_guard lock(mutex_);
     statistics_.inUseBytes -= block->bytes;
     statistics_.cachedBytes += block->bytes;
-    block->newer = nullptr;
-    block->older = newest_;
-    (newest_ != nullptr ? newest_->newer : oldest_) = block;
-    newest_ = block;
+    idle_.push(block);
     surplus = trimLocked();
   }
   for (Block* unwanted : surplus) { // without the lock: the kernel takes its time
@@ -139,26 +136,25 @@ void HostPool::giveBack(Block* block) {
 HostPool::Block* HostPool::takeIdleLocked(size_t bytes) {
   // The most recently returned block of the class is the warmest. The list is as long as the limit allows blocks of
   // at least 64 KiB, and traffic mostly repeats its sizes: the match is near the front.
-  for (Block* block = newest_; block != nullptr; block = block->older) {
+  for (Block* block = idle_.last(); block != nullptr; block = block->before) {
     if (block->bytes == bytes) {
-      unlinkLocked(block);
+      removeIdleLocked(block);
       return block;
     }
   }
   return nullptr;
 }
 
-void HostPool::unlinkLocked(Block* block) {
+void HostPool::removeIdleLocked(Block* block) {
   statistics_.cachedBytes -= block->bytes;
-  (block->newer != nullptr ? block->newer->older : newest_) = block->older;
-  (block->older != nullptr ? block->older->newer : oldest_) = block->newer;
+  idle_.remove(block);
 }
 
 std::vector<HostPool::Block*> HostPool::trimLocked() {
   std::vector<Block*> surplus;
   while (statistics_.cachedBytes > idleLimitBytes_) {
-    surplus.push_back(oldest_);
-    unlinkLocked(oldest_);
+    surplus.push_back(idle_.first());
+    removeIdleLocked(idle_.first());
   }
   return surplus;
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "base/intrusive_list.h"
+
 #include <c10/core/Allocator.h>
 
 #include <cstddef>
@@ -53,14 +55,14 @@ class HostPool final : public c10::Allocator {
     HostPool* pool;
     void* data;
     size_t bytes;
-    Block* older = nullptr; // idle blocks are a list from the most to the least recently returned
-    Block* newer = nullptr;
+    Block* before = nullptr; // in the list of idle blocks
+    Block* after = nullptr;
   };
 
   static void release(void* block);
   void giveBack(Block* block);
   Block* takeIdleLocked(size_t bytes);
-  void unlinkLocked(Block* block);
+  void removeIdleLocked(Block* block);
   // Unlinks the oldest idle blocks until the limit holds; the caller unmaps them without the lock.
   std::vector<Block*> trimLocked();
   static void unmap(Block* block);
@@ -68,8 +70,7 @@ class HostPool final : public c10::Allocator {
   mutable std::mutex mutex_;
   // Guarded by mutex_:
   size_t idleLimitBytes_;
-  Block* newest_ = nullptr;
-  Block* oldest_ = nullptr;
+  IntrusiveList<Block> idle_; // in the order of their return
   Statistics statistics_;
 };
 

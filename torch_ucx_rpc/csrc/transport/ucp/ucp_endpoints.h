@@ -1,8 +1,8 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/intrusive_list.h"
 #include "transport/transport.h"
-#include "transport/ucp/intrusive_queue.h"
 #include "transport/ucp/ucx_log.h"
 
 #include <ucp/api/ucp.h>
@@ -25,7 +25,8 @@ struct UcpEndpoint {
   Error failure; // why it is dead; the listener knows, unless this side has given it up
   ucs_status_t reported = UCS_OK; // why UCX says that it is dead
   std::string reason = {}; // what UCX says besides: see UcxLog::takeReason()
-  UcpEndpoint* nextReported = nullptr; // in a queue of its owner
+  UcpEndpoint* before = nullptr; // in a list of its owner
+  UcpEndpoint* after = nullptr;
 
   bool isDead() const {
     return failure || reported != UCS_OK;
@@ -99,9 +100,8 @@ class UcpEndpoints {
   int someFile_ = -1;
   std::vector<std::unique_ptr<UcpEndpoint>> endpoints_;
 
-  using Queue = IntrusiveQueue<UcpEndpoint, &UcpEndpoint::nextReported>;
-  Queue reported_; // endpoints whose failure UCX has reported, not closed yet
-  Queue closed_; // the same, closed and not taken yet
+  IntrusiveList<UcpEndpoint> reported_; // endpoints whose failure UCX has reported, not closed yet
+  IntrusiveList<UcpEndpoint> closed_; // the same, closed and not taken yet
 
   // Endpoints that this side has given up, and their flushes. They are closed when the flushes are through.
   std::vector<std::pair<UcpEndpoint*, ucs_status_ptr_t>> draining_;

@@ -16,11 +16,7 @@ UcpOperation* UcpOperations::begin(OperationDone& done, const UcpEndpoint* endpo
     return nullptr;
   }
   operation->done = std::move(done);
-  operation->next = pending_;
-  if (pending_ != nullptr) {
-    pending_->previous = operation;
-  }
-  pending_ = operation;
+  pending_.push(operation);
   ++inFlight_;
   return operation;
 }
@@ -31,7 +27,7 @@ void UcpOperations::onSubmitted(UcpOperation* operation, ucs_status_ptr_t return
   if (UCS_PTR_IS_PTR(returned)) {
     return;
   }
-  unlink(operation);
+  pending_.remove(operation);
   operation->status = UCS_PTR_RAW_STATUS(returned);
   tell(operation);
 }
@@ -48,16 +44,9 @@ void UcpOperations::onReceiveDone(void* request, ucs_status_t status, size_t /*b
 
 // Called in UCX's callbacks, where nothing may throw or send. So `done` waits for tell().
 void UcpOperations::complete(UcpOperation* operation, ucs_status_t status) noexcept {
-  unlink(operation);
+  pending_.remove(operation);
   operation->status = status;
   completed_.push(operation);
-}
-
-void UcpOperations::unlink(UcpOperation* operation) noexcept {
-  (operation->previous != nullptr ? operation->previous->next : pending_) = operation->next;
-  if (operation->next != nullptr) {
-    operation->next->previous = operation->previous;
-  }
 }
 
 unsigned UcpOperations::tell() {
@@ -81,8 +70,8 @@ void UcpOperations::tell(UcpOperation* operation) {
 }
 
 void UcpOperations::cancelAll() noexcept {
-  while (pending_ != nullptr) {
-    complete(pending_, UCS_ERR_CANCELED);
+  while (UcpOperation* operation = pending_.first()) {
+    complete(operation, UCS_ERR_CANCELED);
   }
 }
 

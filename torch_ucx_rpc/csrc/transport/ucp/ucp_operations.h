@@ -1,7 +1,7 @@
 #pragma once
 
+#include "base/intrusive_list.h"
 #include "transport/transport.h"
-#include "transport/ucp/intrusive_queue.h"
 #include "transport/ucp/ucx_log.h"
 
 #include <ucp/api/ucp.h>
@@ -20,8 +20,8 @@ struct UcpOperation {
   const UcpEndpoint* endpoint; // of a send; null for a receive
   OperationDone done;
   ucs_status_t status = UCS_INPROGRESS;
-  UcpOperation* previous = nullptr; // in the list of operations that UCX has not completed
-  UcpOperation* next = nullptr; // in that list, or in the queue of completed ones
+  UcpOperation* before = nullptr; // in a list of its owner
+  UcpOperation* after = nullptr;
 };
 
 // The sends and receives of one UCX worker. The worker lock guards them. UCX's callbacks only note that an operation is
@@ -55,13 +55,12 @@ class UcpOperations {
 
  private:
   void complete(UcpOperation* operation, ucs_status_t status) noexcept;
-  void unlink(UcpOperation* operation) noexcept;
   void tell(UcpOperation* operation);
 
   const UcpEndpoints& endpoints_;
   UcxLog& log_;
-  UcpOperation* pending_ = nullptr; // operations that UCX has not completed
-  IntrusiveQueue<UcpOperation, &UcpOperation::next> completed_;
+  IntrusiveList<UcpOperation> pending_; // operations that UCX has not completed
+  IntrusiveList<UcpOperation> completed_;
   size_t inFlight_ = 0; // those of both
 };
 

@@ -8,14 +8,11 @@ namespace torch_ucx_rpc {
 // While the listener's callback runs, the descriptor is UCX's. If the listener releases the handle there, UCX keeps the
 // descriptor; otherwise this list owns it (endAnnouncement).
 UcpRendezvous* UcpRendezvousList::announce(void* descriptor) noexcept {
-  auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor, nullptr, first_};
+  auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor};
   if (rendezvous == nullptr) {
     return nullptr;
   }
-  if (first_ != nullptr) {
-    first_->previous = rendezvous;
-  }
-  first_ = rendezvous;
+  all_.push(rendezvous);
   announced_ = rendezvous;
   return rendezvous;
 }
@@ -39,10 +36,7 @@ std::unique_ptr<UcpRendezvous> UcpRendezvousList::take(void* handle) noexcept {
   if (rendezvous.get() == announced_) {
     announced_ = nullptr;
   }
-  (rendezvous->previous != nullptr ? rendezvous->previous->next : first_) = rendezvous->next;
-  if (rendezvous->next != nullptr) {
-    rendezvous->next->previous = rendezvous->previous;
-  }
+  all_.remove(rendezvous.get());
   return rendezvous;
 }
 
@@ -57,7 +51,7 @@ void UcpRendezvousList::release(ucp_worker_h worker, void* handle) noexcept {
 }
 
 void UcpRendezvousList::releaseDescriptors(ucp_worker_h worker) noexcept {
-  for (UcpRendezvous* rendezvous = first_; rendezvous != nullptr; rendezvous = rendezvous->next) {
+  for (UcpRendezvous* rendezvous = all_.first(); rendezvous != nullptr; rendezvous = rendezvous->after) {
     if (rendezvous->descriptor != nullptr) {
       ucp_am_data_release(worker, std::exchange(rendezvous->descriptor, nullptr));
     }
@@ -65,8 +59,8 @@ void UcpRendezvousList::releaseDescriptors(ucp_worker_h worker) noexcept {
 }
 
 void UcpRendezvousList::clear() noexcept {
-  while (first_ != nullptr) {
-    take(first_);
+  while (!all_.isEmpty()) {
+    take(all_.first());
   }
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "base/intrusive_list.h"
+
 #include <ucp/api/ucp.h>
 
 #include <memory>
@@ -11,8 +13,8 @@ namespace torch_ucx_rpc {
 // a message that it failed to store.
 struct UcpRendezvous {
   void* descriptor; // null if UCX has it back
-  UcpRendezvous* previous = nullptr;
-  UcpRendezvous* next = nullptr;
+  UcpRendezvous* before = nullptr; // in UcpRendezvousList
+  UcpRendezvous* after = nullptr;
 };
 
 // The rendezvous of one UCX worker that listeners have neither received nor released. The worker lock guards them.
@@ -35,7 +37,7 @@ class UcpRendezvousList {
   void clear() noexcept;
 
  private:
-  UcpRendezvous* first_ = nullptr;
+  IntrusiveList<UcpRendezvous> all_;
   UcpRendezvous* announced_ = nullptr; // the one that the listener is being told of, until it takes or releases it
   bool isAnnouncedReleased_ = false;
 };
