@@ -89,16 +89,7 @@ class InboxTest : public testing::Test {
   DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   Inbox inbox_{
-      transport_,
-      directory_,
-      connections_,
-      window_,
-      HostPool::instance(),
-      kSession,
-      events_.handlers.all,
-      devices_,
-      events_.buffer,
-      [] {}};
+      {transport_, connections_, window_, events_.handlers.all, devices_, events_.buffer, [] {}}, directory_, kSession};
 };
 
 TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {

@@ -95,8 +95,7 @@ class ReceiverTest : public testing::Test {
   DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   EventLog events_;
-  Receiver receiver_{
-      transport_, connections_, window_, HostPool::instance(), events_.handlers.all, devices_, events_.buffer, [] {}};
+  Receiver receiver_{{transport_, connections_, window_, events_.handlers.all, devices_, events_.buffer, [] {}}};
 };
 
 TEST_F(ReceiverTest, NothingIsAskedForInsideATransportCallback) {

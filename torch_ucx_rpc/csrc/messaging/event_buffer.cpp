@@ -16,28 +16,28 @@ std::unique_ptr<EventBatch> EventBuffer::take() {
 void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   WorkAtEnd atEnd;
   for (IncomingMessage& answer : answers) {
-    handlers_.answers->onAnswer(std::move(answer), driver, atEnd);
+    buffer_.handlers_.answers->onAnswer(std::move(answer), driver, atEnd);
   }
   for (IncomingMessage& value : puts) {
-    handlers_.puts->onPut(std::move(value), driver);
+    buffer_.handlers_.puts->onPut(std::move(value), driver);
   }
   for (std::unique_ptr<OutgoingMessage>& message : sent) {
     dispatchSent(*message);
     // A waiting caller holds no locks of torch's, so the messages die with the batch, after everything else in it.
     if (!driver) {
-      sentMessages_.destroyLater(message);
+      buffer_.sentMessages_.destroyLater(message);
     } else if (driver->role != Role::kWaitingCaller) {
-      sentMessages_.destroy(message);
+      buffer_.sentMessages_.destroy(message);
     }
   }
   for (const CutAnswer& answer : cutAnswers) {
-    handlers_.requests->onAnswerNotSent(*answer.to, answer.callId, answer.why, true);
+    buffer_.handlers_.requests->onAnswerNotSent(*answer.to, answer.callId, answer.why, true);
   }
   for (Rejection& rejection : rejections) {
     dispatchRejection(rejection);
   }
   for (Join& join : joins) {
-    handlers_.group->onJoin(join.session, std::move(join.record));
+    buffer_.handlers_.group->onJoin(join.session, std::move(join.record));
   }
   // A driver runs short requests itself. A thread that is woken for one would compete with it for the processor. A
   // waiting caller may be inside a task, in torch's handling of a request, and torch does not expect another request on
@@ -46,7 +46,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   if (driver && !Executor::isInTask()) {
     std::erase_if(inOrder, [&](std::variant<IncomingMessage, Control>& event) {
       auto* request = std::get_if<IncomingMessage>(&event);
-      const bool isTaken = request != nullptr && handlers_.requests->mayRunOnDriver(*request);
+      const bool isTaken = request != nullptr && buffer_.handlers_.requests->mayRunOnDriver(*request);
       if (isTaken) {
         onDriver.push_back(std::move(*request));
       }
@@ -56,10 +56,10 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   // A request may wait for the effect of an earlier one. If later requests took all threads first, the earlier one
   // would get none.
   for (Peer* peer : breaks) {
-    handlers_.peers->onBroken(*peer);
+    buffer_.handlers_.peers->onBroken(*peer);
   }
   if (!inOrder.empty() || !failures.empty()) {
-    turn.end([handlers = &handlers_, inOrder = std::move(inOrder), failures = std::move(failures)]() mutable {
+    turn.end([handlers = &buffer_.handlers_, inOrder = std::move(inOrder), failures = std::move(failures)]() mutable {
       for (std::variant<IncomingMessage, Control>& event : inOrder) {
         if (auto* request = std::get_if<IncomingMessage>(&event)) {
           handlers->requests->onRequest(std::move(*request));
@@ -77,7 +77,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   // left the guard to another driver, if one sleeps.
   dispatchWork(driver && driver->role == Role::kWaitingCaller && onDriver.empty() && atEnd.empty());
   for (IncomingMessage& request : onDriver) {
-    handlers_.requests->runOnDriver(std::move(request));
+    buffer_.handlers_.requests->runOnDriver(std::move(request));
   }
   if (!warning.empty()) {
     warn(std::move(warning));
@@ -86,25 +86,25 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     work();
   }
   if (driver && driver->role == Role::kWaitingCaller) {
-    sentMessages_.destroyWaiting();
+    buffer_.sentMessages_.destroyWaiting();
   }
 }
 
 void EventBuffer::Batch::dispatchWork(bool mayDoLast) {
   for (UniqueFunction<void()>& task : work) {
     const bool isLast = &task == &work.back();
-    std::shared_ptr<void> hold = mayDoLast && isLast ? nullptr : lifetime_.hold();
+    std::shared_ptr<void> hold = mayDoLast && isLast ? nullptr : buffer_.lifetime_.hold();
     if (hold == nullptr) { // or no other thread will do it: the agent is being destroyed
       task();
     } else {
-      executor_.addCompletion([hold = std::move(hold), task = std::move(task)]() mutable { task(); });
+      buffer_.executor_.addCompletion([hold = std::move(hold), task = std::move(task)]() mutable { task(); });
     }
   }
 }
 
 void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
   if (message.header.kind == wire::Kind::kPut) {
-    handlers_.puts->onPutSent(*message.to, message.header.callId, message.error);
+    buffer_.handlers_.puts->onPutSent(*message.to, message.header.callId, message.error);
     return;
   }
   if (!message.error) {
@@ -112,25 +112,25 @@ void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
   }
   switch (message.header.kind) {
     case wire::Kind::kRequest:
-      handlers_.answers->onRequestNotSent(*message.to, message.header.callId, message.error);
+      buffer_.handlers_.answers->onRequestNotSent(*message.to, message.header.callId, message.error);
       return;
     case wire::Kind::kResponse:
       if (!message.hasLeftInPart) { // otherwise addCutAnswer() has reported it
-        handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error, false);
+        buffer_.handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error, false);
       }
       return;
     default:
-      handlers_.peers->onControlNotSent(*message.to, message.error);
+      buffer_.handlers_.peers->onControlNotSent(*message.to, message.error);
   }
 }
 
 void EventBuffer::Batch::dispatchRejection(Rejection& rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
-    handlers_.requests->onRequestRejected(*rejection.from, rejection.header.callId, rejection.why);
+    buffer_.handlers_.requests->onRequestRejected(*rejection.from, rejection.header.callId, rejection.why);
   } else if (rejection.header.kind == wire::Kind::kPut) {
-    handlers_.puts->onPutRejected(*rejection.from, rejection.header.callId, rejection.why);
+    buffer_.handlers_.puts->onPutRejected(*rejection.from, rejection.header.callId, rejection.why);
   } else {
-    handlers_.answers->onAnswerRejected(*rejection.from, rejection.header.callId, rejection.why);
+    buffer_.handlers_.answers->onAnswerRejected(*rejection.from, rejection.header.callId, rejection.why);
   }
 }
 

@@ -124,11 +124,7 @@ class EventBuffer {
   };
   class Batch final : public EventBatch {
    public:
-    explicit Batch(const EventBuffer& buffer)
-        : handlers_(buffer.handlers_),
-          sentMessages_(buffer.sentMessages_),
-          executor_(buffer.executor_),
-          lifetime_(buffer.lifetime_) {}
+    explicit Batch(EventBuffer& buffer) : buffer_(buffer) {}
     void dispatch(const std::optional<Driver>& driver) override;
 
     std::vector<IncomingMessage> answers;
@@ -150,10 +146,7 @@ class EventBuffer {
     void dispatchRejection(Rejection& rejection);
     static void dispatchControl(const EventHandlers& handlers, Control& control);
 
-    const EventHandlers& handlers_;
-    SentMessages& sentMessages_;
-    Executor& executor_;
-    const Lifetime& lifetime_;
+    EventBuffer& buffer_;
   };
 
   Batch& pending() {

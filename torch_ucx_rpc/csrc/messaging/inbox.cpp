@@ -289,7 +289,7 @@ void Inbox::onAssembled(Connection& from, wire::Assembled assembled) {
   message.eagerBody = std::move(assembled.body.data);
   message.spans.reserve(assembled.spans.size());
   for (const wire::Assembled::Span& span : assembled.spans) { // small spans that came eagerly
-    c10::DataPtr data = pool_.allocate(span.bytes);
+    c10::DataPtr data = HostPool::instance().allocate(span.bytes);
     for (const wire::Piece& piece : span.pieces) {
       piece.copyInto(data.get());
     }

@@ -27,27 +27,10 @@ namespace torch_ucx_rpc {
 // Receives messages. It checks who sent each frame, and joins the body and the spans of a message. Messages with parts
 // by rendezvous must be admitted to the receive window; the Receiver then receives them into memory. All functions need
 // the worker lock, unless they say otherwise.
-class Inbox final : public TransportListener {
+class Inbox final : public TransportListener, private ReceivingParts {
  public:
-  Inbox(
-      Transport& transport,
-      const Directory& directory,
-      Connections& connections,
-      std::shared_ptr<ReceiveWindow> window,
-      HostPool& pool,
-      uint64_t session,
-      const EventHandlers& handlers,
-      const DevicesInUse& devices,
-      EventBuffer& events,
-      std::function<void()> onAllocated)
-      : directory_(directory),
-        connections_(connections),
-        window_(std::move(window)),
-        pool_(pool),
-        session_(session),
-        handlers_(handlers),
-        events_(events),
-        receiver_(transport, connections, window_, pool, handlers, devices, events, std::move(onAllocated)) {}
+  Inbox(const ReceivingParts& parts, const Directory& directory, uint64_t session)
+      : ReceivingParts(parts), directory_(directory), session_(session), receiver_(parts) {}
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override;
   void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;
@@ -139,12 +122,7 @@ class Inbox final : public TransportListener {
   void updateWaitingCount();
 
   const Directory& directory_;
-  Connections& connections_;
-  const std::shared_ptr<ReceiveWindow> window_;
-  HostPool& pool_;
   const uint64_t session_;
-  const EventHandlers& handlers_;
-  EventBuffer& events_;
 
   wire::Assembler assembler_;
   std::deque<Receiver::Announced> waitingRequests_;

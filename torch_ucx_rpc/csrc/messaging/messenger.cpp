@@ -1,7 +1,6 @@
 #include "messaging/messenger.h"
 
 #include "base/warnings.h"
-#include "memory/host_pool.h"
 #include "runtime/worker_mutex.h"
 
 namespace torch_ucx_rpc {
@@ -41,17 +40,16 @@ Messenger::Messenger(
       progress_(*transport_, *this, options.waiting),
       outbox_(*transport_, self_, connections_, share_, events_),
       inbox_(
-          *transport_,
+          {*transport_,
+           connections_,
+           std::make_shared<ReceiveWindow>(
+               options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); }), // admits messages that wait
+           handlers,
+           devices,
+           events_,
+           [this] { progress_.requestStartDeferred(); }},
           directory,
-          connections_,
-          std::make_shared<ReceiveWindow>(
-              options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); }), // admits messages that wait
-          HostPool::instance(),
-          self.session,
-          handlers,
-          devices,
-          events_,
-          [this] { progress_.requestStartDeferred(); }),
+          self.session),
       parts_{*transport_, connections_, outbox_, events_, progress_, directory, executor, timer, lifetime},
       devices_(parts_, devices),
       repair_(parts_),

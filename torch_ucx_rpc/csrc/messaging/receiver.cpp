@@ -64,7 +64,7 @@ void Receiver::start(Announced announced, Admission admission) {
 void Receiver::planMemory(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
   if (receiving.assembled.body.isRendezvous()) {
-    message.pooledBody = pool_.allocate(message.pooledBodyBytes);
+    message.pooledBody = HostPool::instance().allocate(message.pooledBodyBytes);
   }
   if (receiving.stage != Stage::kMemory) {
     return;
@@ -91,7 +91,8 @@ void Receiver::planMemory(Receiving& receiving) {
       continue;
     }
     const bool isGiven = index < receiving.into.size() && receiving.into[index];
-    message.spans[index].data = isGiven ? std::move(receiving.into[index]) : pool_.allocate(spans[index].bytes);
+    message.spans[index].data =
+        isGiven ? std::move(receiving.into[index]) : HostPool::instance().allocate(spans[index].bytes);
   }
 }
 

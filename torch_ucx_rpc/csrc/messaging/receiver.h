@@ -24,29 +24,24 @@
 
 namespace torch_ucx_rpc {
 
+// The parts of a messenger with which Receiver and Inbox receive, as their base class.
+struct ReceivingParts {
+  Transport& transport_;
+  Connections& connections_;
+  std::shared_ptr<ReceiveWindow> window_;
+  const EventHandlers& handlers_;
+  const DevicesInUse& devices_;
+  EventBuffer& events_;
+  // Called by any thread, without the worker lock, when startDeferred() has memory to go on with.
+  std::function<void()> onAllocated_;
+};
+
 // Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
 // other on a network, and small messages and signs of life wait behind those that were asked for. Which pieces those
 // are is in the peer's Connection. All functions need the worker lock.
-class Receiver {
+class Receiver : private ReceivingParts {
  public:
-  // `onAllocated` is called by any thread, without the worker lock, when startDeferred() has memory to go on with.
-  Receiver(
-      Transport& transport,
-      Connections& connections,
-      std::shared_ptr<ReceiveWindow> window,
-      HostPool& pool,
-      const EventHandlers& handlers,
-      const DevicesInUse& devices,
-      EventBuffer& events,
-      std::function<void()> onAllocated)
-      : transport_(transport),
-        connections_(connections),
-        window_(std::move(window)),
-        pool_(pool),
-        handlers_(handlers),
-        devices_(devices),
-        events_(events),
-        onAllocated_(std::move(onAllocated)) {}
+  explicit Receiver(const ReceivingParts& parts) : ReceivingParts(parts) {}
 
   using Clock = std::chrono::steady_clock;
 
@@ -154,15 +149,6 @@ class Receiver {
   // Adds the event of a message, and forgets it, if all its parts are through.
   void finishIfDone(Entry receiving);
   void forget(Entry receiving);
-
-  Transport& transport_;
-  Connections& connections_;
-  const std::shared_ptr<ReceiveWindow> window_;
-  HostPool& pool_;
-  const EventHandlers& handlers_;
-  const DevicesInUse& devices_;
-  EventBuffer& events_;
-  const std::function<void()> onAllocated_;
 
   std::list<Receiving> receiving_; // of all peers, since isBusy() asks for all
   std::list<Receiving> dropped_; // messages of lost peers; the transport still uses their memory
