@@ -119,7 +119,7 @@ test-examples: build $(VENV)/.extra-test ## The examples and the tutorials, run 
 	@$(PYTEST) tests/examples --junit-xml=$(REPORTS)/examples.xml
 
 test-launchers: build $(VENV)/.extra-test ## Jobs under Slurm, Open MPI, MPICH and torchrun; needs root
-	@$(PYTEST) --dist loadgroup tests/launchers -m "not field" --junit-xml=$(REPORTS)/launchers.xml
+	@$(PYTEST) tests/launchers -m "not field" --junit-xml=$(REPORTS)/launchers.xml
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites, on BACKEND
 	@$(PYTEST) tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml

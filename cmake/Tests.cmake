@@ -61,7 +61,7 @@ foreach(source IN LISTS tests)
   set_tests_properties(${name} PROPERTIES LABELS ${label})
 endforeach()
 # Thousands of random schedules pay for optimization.
-set_source_files_properties("${CMAKE_SOURCE_DIR}/tests/cpp/peers/barrier_test.cpp"
+set_source_files_properties("${CMAKE_SOURCE_DIR}/tests/cpp/peers/barrier_schedule_test.cpp"
   "${CMAKE_SOURCE_DIR}/tests/cpp/messaging/resumption_test.cpp" PROPERTIES COMPILE_OPTIONS -O1)
 
 # The process that stranger_test runs, found beside it.
