@@ -1,7 +1,7 @@
 // The contract of transport/transport.h, written once and run on every implementation of it.
 
-#include "eventually.h"
 #include "transport_contract.h"
+#include "eventually.h"
 
 #include <poll.h>
 
