@@ -30,7 +30,7 @@ class PreloadedProcesses:
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         dump_stacks_on_request(_STACKS)
-        # A crash too: the report of the test does not have the stderr of its processes.
+        # A crash writes its stack there too, since the report of the test lacks the stderr of its processes.
         faulthandler.enable(stacks_file(_STACKS, os.getpid()).open("a"))
         _keep_ddp_models()
         super()._run(rank, test_name, file_name, parent_pipe, **kwargs)

@@ -29,7 +29,7 @@ class Report:
         self._backend: str = config.getoption("--rpc-backend")
         self._are_gpus_used: bool = config.getoption("--cuda")
         self._started = time.time()
-        # Suite -> test -> its result, and the reason in a few words.
+        # Return suite -> test -> its result, and the reason in a few words.
         self._outcomes: dict[str, dict[str, tuple[str, str]]] = collections.defaultdict(dict)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -20,7 +20,7 @@ Failure = TypeVar("Failure", bound=errors.RpcError)
 # Arguments of `run_workers`; UCX itself may log a death too.
 DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
 
-# heartbeat_limit, in seconds, of tests that only exceed it.
+# heartbeat_limit in seconds, for tests that need a loss and measure no time.
 SHORT_LIMIT = 1.0
 # Options with which a silent worker is lost at that limit.
 LOST_SOON = {"heartbeat_limit": SHORT_LIMIT, "reconnect_limit": 0}

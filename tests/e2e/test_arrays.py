@@ -101,7 +101,7 @@ def properties(array: Any) -> dict[str, object]:
     if isinstance(array, np.ndarray):
         # NumPy 2.2 makes {} of None when it unpickles the type of a date.
         found |= {"writeable": array.flags.writeable, "metadata": dict(array.dtype.metadata or {})}
-        # Arrays with gaps, or that go backwards, may arrive without; others keep their order.
+        # Arrays with gaps or negative strides may arrive contiguous; others keep their order.
         if array.flags.forc:
             found |= {"C order": array.flags.c_contiguous, "Fortran order": array.flags.f_contiguous}
     return found
@@ -141,7 +141,7 @@ def make(case: str) -> Any:
 def test_arrays_arrive_as_they_were_sent() -> None:
     failures = []
     for case in CASES:
-        # Shows the case if it ends the process.
+        # This shows the case if the call ends the process.
         print(case, flush=True)
         sent = rpc.rpc_sync("worker1", differences_at_arrival, args=(case, make(case)))
         returned = differences(make(case), rpc.rpc_sync("worker1", make, args=(case,)))

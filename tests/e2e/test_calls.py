@@ -297,7 +297,7 @@ def assert_times_out(call: Callable[[], object], *, after: float, callee: str = 
         call()
     if on_ucx():
         assert raised.value.name == callee
-        # A tiny one is a millisecond.
+        # A tiny timeout becomes a millisecond.
         assert raised.value.timeout == pytest.approx(max(after, 0.001))
     # Agents count in milliseconds.
     assert after - 0.01 <= time.monotonic() - start < after + PROMPT_S

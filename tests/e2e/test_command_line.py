@@ -127,13 +127,13 @@ def test_errors_name_the_argument_and_nothing_private(arguments: str, capsys: py
 
 
 def test_commands_print_json_to_stdout_and_the_rest_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    # UCX complains of the first in its log, which it writes to stdout.
+    # UCX complains of the unknown device eth77 in its log, which it writes to stdout.
     monkeypatch.setitem(ENVIRON, "UCX_NET_DEVICES", "eth77,lo")
     monkeypatch.setitem(ENVIRON, "UCX_LOG_LEVEL", "info")
     for arguments in (["info", "--json"], ["check", "--json"]):
         done = torch_ucx_rpc(*arguments)
         assert isinstance(json.loads(done.stdout), dict)
-    # Workers in other processes send it too.
+    # Workers in other processes write their log there too.
     assert "UCX" in done.stderr
     # No process can have this number. The number 1 is a worker's own in a container that has the host's network.
     nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()
@@ -161,7 +161,7 @@ print("afterwards")
 
 
 def test_exit_codes_are_distinct_and_the_page_has_them_all() -> None:
-    # An alias would share another code.
+    # Two names of one code would be one member.
     assert len(ExitCode) == len(ExitCode.__members__)
     page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     table = page[page.index("## Exit codes") :]

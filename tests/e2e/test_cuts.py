@@ -53,7 +53,7 @@ def check(calls: list[tuple[Future, torch.Tensor]]) -> int:
 
 
 def call_back_for(seconds: float) -> int:
-    """worker1's own calls, before, in and after the cut."""
+    """worker1 makes calls of its own before, during and after the cut."""
     end = time.monotonic() + seconds
     calls = []
     while time.monotonic() < end:

@@ -39,7 +39,7 @@ def answer_late(*_: object) -> Future:
 
 
 def give_late_answers() -> None:
-    # All share a tensor, so that their maker's memory does not count.
+    # All answers share a tensor, so that their memory does not count.
     tensor = torch.ones(MIB // 4)
     while late:
         late.pop().set_result(tensor)
@@ -67,7 +67,7 @@ def fails_by_timeout(call: Future) -> bool:
 
 
 class load:  # noqa: N801 - used as a function
-    """Threads that call a worker with all sorts of arguments for the time of a ``with``."""
+    """Threads that call a worker with all sorts of arguments, until the end of a ``with``."""
 
     def __init__(self, to: str) -> None:
         self._to = to
@@ -127,7 +127,7 @@ def leftovers() -> dict[str, int]:
 def assert_nothing_is_left() -> None:
     nothing = dict.fromkeys(leftovers(), 0)
     eventually(lambda: leftovers() == nothing, "nothing is left here")
-    # All but this question, which is a request.
+    # This question is itself an open request.
     eventually(lambda: rpc.rpc_sync("worker1", leftovers) == {**nothing, "requests_open": 1}, "nothing is left there")
 
 

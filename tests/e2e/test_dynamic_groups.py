@@ -95,7 +95,7 @@ def join_at_once(rank: int, steps: Steps) -> None:
     assert len(present()) == 8
     for peer in range(8):
         assert_answers(peer)
-    # And leave all at once.
+    # Then all leave at once.
     steps.done(f"called {rank}")
     steps.wait_for(*(f"called {peer}" for peer in range(8)))
     rpc.shutdown()
@@ -130,7 +130,7 @@ def come_and_go(rank: int, steps: Steps) -> None:
         assert_answers(1)
         rref = rpc.remote("worker0", double, args=(torch.ones(2),))
         assert rref.to_here().sum() == 4
-        # The worker that stays calls it too.
+        # The worker that stays calls the new one, too.
         assert rpc.rpc_sync("worker1", call_back, args=(rank,)) == f"worker{rank}"
         del rref
         rpc.shutdown()
@@ -209,7 +209,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         steps.done(f"joined {rank}")
         steps.wait_for("joined 0", "joined 1", "joined 2")
     if rank == 1:
-        # Its RRefs, on workers 0 and 2, outlive it.
+        # Its RRefs on workers 0 and 2 outlive it.
         kept = [rpc.remote(f"worker{owner}", torch.full, args=((2,), 1.0)) for owner in (0, 2) for _ in range(5)]
         assert all(rref.to_here().sum() == 2 for rref in kept)
         steps.done("created")
@@ -244,7 +244,8 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
             promised.to_here(timeout=0)
     if rank == 3:
         for owner in (0, 2):
-            # Not the predecessor's RRefs, although torch numbers RRefs by rank, and from zero in each process.
+            # These are not the predecessor's RRefs, although torch numbers RRefs by rank, and from zero in each
+            # process.
             rrefs = [rpc.remote(f"worker{owner}", torch.full, args=((2,), 5.0)) for _ in range(5)]
             assert [rref.to_here().sum().item() for rref in rrefs] == [10.0] * 5
             del rrefs
@@ -309,7 +310,7 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         steps.wait_for("called 0", "called 1", "called 2")
         if rank == 0:
             fate.of("b", "cut")
-        # Each side loses the other, and says so in the Store: worker 1 when its writes get there.
+        # Each side loses the other and writes that to the Store, which worker 1 reaches only after the cut.
         remaining = {"worker1"} if rank == 1 else {"worker0", "worker2"}
         eventually(lambda: present() == remaining, "the other side of the cut is lost")
         steps.done(f"lost {rank}")

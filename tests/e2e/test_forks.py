@@ -32,7 +32,7 @@ def in_forked_child(call: Callable[[], object]) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        # A child that hangs says where.
+        # A child that hangs writes its stack, and ends.
         faulthandler.dump_traceback_later(20, exit=True)
         try:
             call()
@@ -152,7 +152,7 @@ class Squares(Dataset):
 
 
 def load_data() -> list[int]:
-    # The default of a program. Processes of a fork server, as here, have the fork server as default.
+    # Programs have this default. Processes of a fork server, as here, have the fork server as default.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one core
         loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")

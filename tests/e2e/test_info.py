@@ -74,7 +74,7 @@ ctypes.CDLL(None).puts(b"of C")
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
     command = [sys.executable, "-c", code, str(_ucx_facts._PROBE)]
-    # With this variable the C library holds nothing back.
+    # PYTHONUNBUFFERED would keep the C library from buffering.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["version"]

@@ -119,7 +119,7 @@ def test_active_calls_are_the_unanswered_ones() -> None:
     futures = [rpc.rpc_async("worker1", wait_for_release) for _ in range(5)]
     rpc.rpc_sync("worker1", wait_until_entered, args=(5,))
     assert metric("agent.client_active_calls") == 5
-    # And the question, which is a request. The last request may be answered and not yet over.
+    # The question is the sixth call. The call before may be answered and not yet over.
     eventually(lambda: metric_of("worker1", "agent.server_active_calls") == 6, "five calls are active")
     rpc.rpc_sync("worker1", release)
     torch.futures.wait_all(futures)
@@ -148,7 +148,7 @@ def window_in_use(*_: object) -> int:
 
 
 def window_at_rest() -> bool:
-    # Besides the call that asks.
+    # The call that asks does not count.
     return metric("window.in_use_bytes") == 0 and metric("window.waiting_messages") == 0
 
 

@@ -84,7 +84,7 @@ def test_tensorpipe_goes_on_working_in_the_same_process(rank: int) -> None:
         (None, None),
     ):
         with warnings.catch_warnings():
-            # TensorPipe's start-up, which torch itself calls deprecated.
+            # torch itself warns that TensorPipe's start-up is deprecated.
             warnings.simplefilter("ignore")
             init_rpc(rank, backend=backend, rpc_backend_options=options)
         expected = "UcxRpcAgent" if backend == "UCX" else "TensorPipeAgent"
@@ -350,7 +350,7 @@ def leave_at_once(rank: int, done: Path) -> None:
             started = time.monotonic()
             rpc.shutdown(graceful=False)
             took = time.monotonic() - started
-        # Half a second for its own handler. Both handlers take until the file is there.
+        # worker1 waits half a second for its own handler. Both handlers run until the file is there.
         assert 0.5 <= took < 1.5 + stalls.seconds()
         with pytest.raises(ShutDown, match="RPC was shut down on worker 'worker0' before worker") as raised:
             future.wait()

@@ -120,14 +120,14 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
         with pytest.raises(OutOfResources):
             torch.futures.wait_all(calls)
     for call in calls:
-        # A call may have been too early.
+        # Calls made before the limit was lifted may fail.
         with contextlib.suppress(OutOfResources):
             assert call.wait() == (3, 2)
     for other in others:
         assert rpc.rpc_sync(other, divmod, args=(17, 5)) == (3, 2)
 
 
-# Without the reserve, UCX ended the process, or never called some of them again.
+# Without the reserve, UCX ended the process, or never reached some of the peers again.
 @pytest.mark.parametrize("more", [1, 2, 3, 4, 5])
 def test_out_of_files_while_connecting_no_peer_is_lost(more: int) -> None:
     workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)

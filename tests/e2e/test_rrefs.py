@@ -49,7 +49,7 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
         rref.local_value()
 
 
-# Plain torch marks the first one again and again, which may have been freed by then.
+# Plain torch marks the first RRef again for each later one, although it may have been freed by then.
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
     late = [rpc.remote("worker1", time.sleep, args=(2,), timeout=0.5) for _ in range(3)]
@@ -201,7 +201,7 @@ def test_rrefs_of_rrefs_can_be_followed() -> None:
     while isinstance(value, rpc.PyRRef):
         value, depth = value.to_here(), depth + 1
     assert value.count == 7
-    # One for each worker, and the innermost, made by its owner.
+    # Each worker made one, and the owner of the innermost made that one too.
     assert depth == 4
 
 

@@ -127,7 +127,7 @@ def test_workers_go_on_when_their_output_is_not_read(tmp_path: Path) -> None:
 
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
-# The others would be there for a minute.
+# The other workers would stay for a minute.
 FAIL = """
 import os, signal, sys, time
 if os.environ["RANK"] == "1":

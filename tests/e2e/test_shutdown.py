@@ -23,7 +23,7 @@ from ._failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, fail
 pytestmark = pytest.mark.ucx_only
 
 KILLED = DEATH_OF_WORKER1["exit_codes"][1]
-# It waits for more than one worker, so that no attribute names those that are missing.
+# The shutdown waits for several workers, so no attribute of the error names a missing one.
 SHUTDOWN_RAN_OUT_OF_TIME = (
     r"waited 1000 ms for all workers to come to the same point; missing: worker .worker1. \(rank 1"
 )

@@ -64,7 +64,7 @@ def see_silence(rank: int, fate: Fate, what: str) -> None:
             while not pending.done():
                 before = time.monotonic()
                 assert before - start < 2 * LIMIT, "nobody noticed"
-                # The others notice nothing.
+                # The other workers notice nothing.
                 assert rpc.rpc_sync("worker2", echo, (2,)) == 2
                 slowest = max(slowest, time.monotonic() - before)
         noticed = time.monotonic()

@@ -66,7 +66,8 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     with Stalls() as stalls:
         stopped = time.monotonic()
         eventually(is_answered, "worker2 is heard over the network")
-        # Two seconds at most, and the time of the first messages over the network, and of a question before.
+        # The move to the network takes two seconds at most. The first messages, and an unanswered question, take time
+        # too.
         assert time.monotonic() - stopped < 4 + stalls.seconds()
     assert all(lane.startswith("tcp/") for lane in lanes_to("worker2"))
     for number in range(100):

@@ -102,5 +102,5 @@ def leave_without_file(rank: int, steps: Steps, job: Path, world_size: int | Non
         began = time.monotonic()
         eventually(lambda: is_lost("worker1"), "the death of worker1 is noticed")
         rpc.shutdown(graceful=False)
-        # Each look for the file may take five seconds.
+        # Each attempt to open the file may take five seconds.
         assert time.monotonic() - began < 20 + stalls.seconds()

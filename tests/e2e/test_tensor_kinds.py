@@ -100,7 +100,7 @@ ARRIVES_IN_PYTHON = {"wrapper"}
 
 def make(kind: str, n: int) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls some of these kinds old, and others new
+        warnings.simplefilter("ignore")  # torch warns that some of these kinds are deprecated or experimental
         return KINDS[kind][0](n)
 
 
@@ -156,7 +156,7 @@ def is_refused(way: str, kind: str) -> bool:
 def complaints(way: str) -> list[str]:
     found = []
     for kind, n in itertools.product(KINDS, (1000, LARGE)):
-        print(way, kind, n, flush=True)  # shows the case if it ends the process
+        print(way, kind, n, flush=True)  # shows the case if the call ends the process
         where = f"{kind}, {n}, as {way}"
         try:
             WAYS[way](kind, n)

@@ -158,7 +158,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def properties(tensor: torch.Tensor) -> dict[str, object]:
     found = {name: getattr(tensor, name) for name in ("dtype", "shape", "layout", "device", "requires_grad", "is_leaf")}
     if tensor.layout is torch.strided:
-        # A tensor with gaps or overlaps may arrive without them; one without keeps its order, as torch's own copies do.
+        # A tensor with gaps or overlaps may arrive contiguous. Others keep their order, as in torch's own copies.
         if tensor.is_quantized or torch.empty_like(tensor).stride() == tensor.stride():
             found["strides"] = tensor.stride()
     elif tensor.layout is torch.sparse_coo:
@@ -197,12 +197,12 @@ def make(case: str) -> torch.Tensor:
 
 
 @pytest.mark.ucx_only
-# Not silent: torch warns that some of these kinds are old or new, once, and on stderr outside of Python.
+# Not silent: torch warns once, from C++, that some of these kinds are deprecated or experimental.
 @in_worker0(of=2, timeout=120, silent=False)
 def test_tensors_arrive_as_they_were_sent() -> None:
     failures = []
     for case in CASES:
-        # Shows the case if it ends the process.
+        # This shows the case if the call ends the process.
         print(case, flush=True)
         for way, look in (
             ("as argument", lambda case=case: rpc.rpc_sync("worker1", differences_at_arrival, args=(case, make(case)))),
@@ -292,7 +292,7 @@ def test_thousands_of_tensors_travel_in_one_call() -> None:
 
 @in_worker0(of=2)
 def test_many_small_tensors_arrive_exactly() -> None:
-    # Some travel in the body, more than fit there, and more than each get a span of their own.
+    # These are more than fit into the body, and more than can each have a span of their own.
     sizes = [2000] * 1000 + [9000] * 600 + [1, 0, 300_000]
     tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
     for expected, actual in zip(tensors, reversed(rpc.rpc_sync("worker1", backwards, args=(tensors,))), strict=True):

@@ -50,7 +50,7 @@ def test_gradients_through_calls_equal_local_ones() -> None:
             lambda a, b: combine(a, 2 * b) + a.sum(),
             n,
         )
-        # Both operands used again here, and by two workers.
+        # Both operands are used again here, and by two workers.
         assert_gradients_equal(
             lambda a, b: (
                 rpc.rpc_sync("worker1", torch.mm, args=(a, b)) + rpc.rpc_sync("worker2", torch.mm, args=(b, a)) * a

@@ -152,7 +152,7 @@ def ask(rank: int, name: str, owner: str) -> None:
         assert_raises(ASYNCHRONOUS.values(), FAILURES[name][0](owner), name)
 
 
-# The caller knows the reason, and other workers do not.
+# Only the caller knows the reason.
 @pytest.mark.parametrize(
     ("name", "owner"),
     [(name, "worker1") for name in FAILURES] + [(name, "worker0") for name in FAILURES if "unknown" not in name],

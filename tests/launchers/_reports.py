@@ -21,7 +21,7 @@ ENVIRON = {**os.environ, **PYTHON_PATH}
 
 
 def assert_all_called(output: str, names: list[str], on: list[str] | None = None) -> None:
-    """``meet.py`` has run as these workers, by rank, on these hosts, and each called all."""
+    """Check that ``meet.py`` ran as these workers, by rank, on these hosts, and that each called all."""
     reports = [json.loads(found) for found in re.findall(r'\{"name".*?\}', output)]
     reports.sort(key=lambda report: report["rank"])
     assert [report["name"] for report in reports] == names, output

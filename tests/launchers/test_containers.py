@@ -65,7 +65,7 @@ def worker_in_each(
 
 
 def ends_of(programs: Sequence[Program]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each; if one hangs, the stacks."""
+    """Return exit code, output and errors of each; print the stacks if one hangs."""
     deadline = time.monotonic() + TIMEOUT_S
     ends = []
     for program in programs:
@@ -89,7 +89,7 @@ def stacks_of(pid: int) -> str:
 
 
 def lanes_of(ends: list[tuple[int, str, str]]) -> dict[str, dict[str, list[str]]]:
-    """The lanes between all workers, after they exchanged tensors."""
+    """Return the lanes between all workers, after they exchanged tensors."""
     for code, _, errors in ends:
         assert code == 0, errors
     reports = [json.loads(found) for _, output, _ in ends for found in re.findall(r'\{"exchanged".*\}\}', output)]
@@ -111,7 +111,7 @@ def job_in_one(host: VirtualHost, container: Container, size: int, *program: str
 
 
 def run_in_one(host: VirtualHost, container: Container, size: int, *program: str) -> dict[str, dict[str, list[str]]]:
-    """The lanes of such a job."""
+    """Return the lanes of such a job."""
     with job_in_one(host, container, size, *program) as job:
         return lanes_of(ends_of([job]))
 

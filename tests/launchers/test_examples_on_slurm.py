@@ -29,7 +29,7 @@ RUNS = [
 ]
 
 
-# CI runs the shortest one.
+# CI runs the shortest example.
 @pytest.mark.parametrize(
     ("name", "options", "line", "modules"),
     [pytest.param(*run, marks=() if run[0] == "inference" else pytest.mark.field) for run in RUNS],

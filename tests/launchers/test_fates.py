@@ -38,7 +38,14 @@ def test_fate_of_a_worker_and_the_shutdown_of_the_others(fate: str, launcher: st
     expected, exit_codes = FATES[fate]
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), fate, str(tmp_path)]
     with (tmp_path / "output").open("w") as output:
-        job = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        job = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            # Background programs of a shell ignore Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         try:
             if fate == "killed":
                 # The launcher would end the others before they have noted the outcome.

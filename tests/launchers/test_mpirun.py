@@ -16,7 +16,7 @@ from ._reports import BESIDE_MPI, ENVIRON, MEET, PYTHON, assert_all_called
 NAMES = ["worker0", "worker1", "worker2"]
 ON = ["n1", "n2", "n3"]
 
-# Both hang when a host is lost.
+# Both versions of mpirun hang when a host is lost.
 TIMEOUT = ["timeout", "--kill-after=5", "100"]
 
 
@@ -114,7 +114,7 @@ def beside(kind: str, tmp_path: Path, first: str, libraries: str = "") -> subpro
     library = needs_mpi4py("mpich" if kind == "mpich" else "openmpi")
     program = [PYTHON, BESIDE_MPI, first]
     if kind == "mpich":
-        # Debian's name for it is not the one that mpi4py's wheels look for.
+        # mpi4py's wheels look for another name than Debian's.
         (tmp_path / "libmpi.so.12").symlink_to(library)
         path = os.pathsep.join(filter(None, [str(tmp_path), libraries]))
         return run(mpich("-n", "2", "-genv", "MPI4PY_MPIABI", "mpich", "-genv", "LD_LIBRARY_PATH", path, *program))

@@ -26,7 +26,7 @@ ON_THREE = ["n1", "n2", "n3"]
 
 
 def recipes(heading: str, language: str = "sh") -> list[str]:
-    """The code blocks of this language under this heading."""
+    """Return the code blocks of this language under this heading."""
     _, found, rest = PAGE.partition(f"\n## {heading}\n")
     assert found, heading
     return re.findall(rf"^```{language}\n(.*?)^```$", rest.partition("\n## ")[0], re.MULTILINE | re.DOTALL)

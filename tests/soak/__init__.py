@@ -1,7 +1,7 @@
 """Workers on virtual hosts call each other in every way, while some are killed, stopped or cut off.
 
-``tools/soak.sh --minutes 30`` runs it; as root, since it makes hosts. The report is in ``build/soak``. Findings end it
-with an error.
+``tools/soak.sh --minutes 30`` runs it; as root, since it makes hosts. The report is in ``build/soak``. A run with
+findings ends with an error.
 
 * ``__main__``     from the arguments to the report
 * ``_crew``        the workers as processes: started, killed, ordered, measured
@@ -12,7 +12,7 @@ with an error.
 * ``_payload``     tensors that their receiver can check
 * ``_journal``     the notes of a worker, which outlive it
 * ``_judgement``   the events that must not have happened
-* ``_leftovers``   their leftovers, in processes and on hosts
+* ``_leftovers`` what workers leave in processes and on hosts
 * ``_report``      the results in words and numbers
 
 ``serving`` runs after it: servers that wait in ``rpc.shutdown()`` while others die.

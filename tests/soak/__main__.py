@@ -23,9 +23,9 @@ from ._worker import HEARTBEAT_LIMIT_S, LONGEST_CALL_S
 _HOSTS = ("a", "b", "c")
 _WORKERS = 6
 _STARTING_S = 120.0
-# A run takes this much longer if some misfortune has not happened by then.
+# A run may take this much longer, until every misfortune has happened.
 _LONGER_S = 120.0
-# After the last misfortune, before all must see each other.
+# The time after the last misfortune until all must see each other.
 _PEACE_S = 2.0
 # The time of a worker to end its calls, and to leave, or to join again.
 _ENDING_S = LONGEST_CALL_S + 60

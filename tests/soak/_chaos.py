@@ -21,7 +21,7 @@ _SHORTEST_CUT_S, _LONGEST_SURVIVED_S = 0.2, HEARTBEAT_LIMIT_S / 2
 _SLACK_S = 0.3
 _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
 
-# For workers to join, and then to call all others.
+# The time for workers to join, and then to call all others.
 _JOINING_S, _TALKING_S = 90.0, 3.0
 _LONGEST_WITHOUT_FILES_S = 2.0
 
@@ -104,7 +104,7 @@ class Chaos:
             self._start(rank)
 
     def _no_files(self) -> None:
-        """Until a worker needs a file for a connection, to a worker that has just joined."""
+        """The limit holds until a worker needs a file to connect to one that has just joined."""
         stranger = self._any_mortal()
         self._end(stranger)
         self._start(stranger)
@@ -132,11 +132,11 @@ class Chaos:
         self._crew.all_say("joined", _JOINING_S)
 
     def _cable_of(self, host: VirtualHost) -> contextlib.AbstractContextManager[None]:
-        """The worker is out for the time of the block."""
+        """Cut the host off during the block."""
         return self._silence("cut", "cut off", host.name, host.cut, host.heal)
 
     def _stopped(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        """The worker does nothing for the time of the block."""
+        """Keep the worker stopped during the block."""
         stop, go_on = (functools.partial(self._crew.signal, rank, one) for one in (signal.SIGSTOP, signal.SIGCONT))
         return self._silence("stop", "long stop", self._crew.host_of(rank), stop, go_on)
 
@@ -154,7 +154,7 @@ class Chaos:
         # The real length counts, not the planned one: this process may have been held up.
         if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
             event["what"] = long
-            # A cut of half the limit loses no worker. Beyond that, silence from before it counts with it.
+            # A cut of half the limit loses no worker. In a longer one, silence before the cut counts too.
             event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:

@@ -66,11 +66,11 @@ class Member:
 
     @property
     def who(self) -> str:
-        """Its name for itself: the same process may be a member more than once."""
+        """The name that it has given itself: a process may be a member several times, each with a name of its own."""
         return f"{self.life} {self.membership}"
 
     def pid(self) -> int | None:
-        """The pid of the worker on its host, whose parent is the started process. None before the worker exists."""
+        """The pid of the worker. Its parent is the started process. None before the worker exists."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with contextlib.suppress(OSError):
             if words := children.read_text().split():
@@ -86,7 +86,7 @@ class Member:
             self.samples.append(Sample(time.monotonic(), resident, threads, files))
 
     def has_ended(self) -> bool:
-        """This also reads its report."""
+        """Whether the worker has ended. This also reads its report."""
         if self._report.poll():
             with contextlib.suppress(EOFError):
                 succeeded, content = pickle.loads(self._report.recv_bytes())
@@ -277,7 +277,7 @@ class WorkerEnded(RuntimeError):
 
 
 def _serve_store(host_pid: int, report: Connection) -> None:
-    """On a host that is never cut off. Its workers' requests are answered by threads of the Store."""
+    """The Store is on a host that is never cut off. Threads of the Store answer the workers' requests."""
     move_to_host(host_pid)
     from torch.distributed import TCPStore
 

@@ -70,7 +70,7 @@ class Journal:
         self._numbers = itertools.count(first)
 
     def new_call(self) -> int:
-        """A number that no other call of the run has."""
+        """Return a number that no other call of the run has."""
         return next(self._numbers)
 
     def enter(self, call: int, step: Step, kind: str, size: int = 0) -> None:
@@ -82,13 +82,13 @@ class Journal:
 
 
 def read_calls(directory: Path) -> np.ndarray:
-    """All entries of all processes."""
+    """Return all entries of all processes."""
     files = sorted(directory.glob("*.calls"))
     return np.concatenate([np.empty(0, ENTRY), *(np.fromfile(file, ENTRY) for file in files)])
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:
-    """All events of all processes, each with the ``rank`` and ``generation`` of its writer."""
+    """Return all events of all processes, each with the ``rank`` and ``generation`` of its writer."""
     for file in sorted(directory.glob("*.events")):
         rank, generation, _ = file.name.split(".")
         for line in file.read_text().splitlines():
@@ -96,5 +96,5 @@ def read_events(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def writer_of(call: int) -> tuple[int, int]:
-    """Rank and generation of the caller's process."""
+    """Return the rank and the generation of the caller's process."""
     return call >> _RANK_SHIFT, (call >> _GENERATION_SHIFT) & 0xFFFF

@@ -29,8 +29,8 @@ _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
 # TorchScript's failure in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
 _TWO_PARSED = "AST constructor recursion depth mismatch"
 _MAY_NOT_PARSE_TWICE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-# The time to forget a killed worker's names if its kernel reports the end; and, of the limit, the time between two
-# checks of silence.
+# The time to forget a killed worker's names if its kernel reports the end; and the part of the limit between two checks
+# of silence.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
 # Answers of each kind of call. The rarest kind is answered some hundred times a minute on two busy cores.
 _ANSWERS_A_MINUTE = 10
@@ -59,7 +59,7 @@ class _Membership:
 
     rank: int
     generation: int
-    # Its name for itself.
+    # The name that it has given itself.
     life: str
     name: str
     pid: int
@@ -217,7 +217,7 @@ class _History:
         self._host_of = {m.name: m.host for m in self.memberships}
 
     def reason(self, event: dict[str, Any]) -> str:
-        """The misfortune that explains a failed call or join; empty if there is none."""
+        """Return the misfortune that explains a failed call or join; empty if there is none."""
         failure = self._failure(event)
         for name, _, pid, host in _WORKER.findall(failure.text):
             if reason := self._why_gone(failure, name, int(pid), host):
@@ -243,7 +243,7 @@ class _History:
         return self.why_names_differ(event)
 
     def why_names_differ(self, event: dict[str, Any]) -> str:
-        """The reason why workers disagree on names: during a cut each side has a decider."""
+        """Return the reason why workers disagree on names: during a cut each side has a decider."""
         if event.get("kind") != "name":
             return ""
         parted = self._why_parted(self._failure(event), self._host_of.values())
@@ -255,7 +255,7 @@ class _History:
         return _Failure(event.get("began", event["at"]), event["at"], hosts, names, event["error"])
 
     def stale_names(self, event: dict[str, Any]) -> list[str]:
-        """The names of dead workers that a worker still knew too long after the death."""
+        """Return the names of dead workers that a worker still knew too long after the death."""
         holders = _HAS_IT.findall(event.get("error", ""))
         known = [m for m in self.memberships if m.joining <= event["at"]]
         lives = [next(m for m in known if m.life == life) for life in event.get("lives", ())]
@@ -317,7 +317,7 @@ class _History:
         return failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit
 
     def _why_parted(self, failure: _Failure, hosts: Collection[str] = ()) -> str:
-        """By a cut of a host that takes part in a call, or of one of ``hosts`` too."""
+        """Name a cut of a host that takes part in the call, or of one of ``hosts``; empty if there was none."""
         for cut in self._parted:
             if cut["host"] in failure.hosts.union(hosts) and self._has_parted(cut, failure):
                 return f"a host was parted from the others: {cut['what']}"

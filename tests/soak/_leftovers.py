@@ -68,5 +68,5 @@ def _segments(host: VirtualHost) -> list[str]:
 
 
 def _lines(host: VirtualHost, command: str) -> list[str]:
-    # A process may end while it is looked at.
+    # A process may end during this check.
     return host.run(["sh", "-c", command], capture_output=True, text=True, check=False).stdout.splitlines()

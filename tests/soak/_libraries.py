@@ -25,7 +25,7 @@ def offer(life: str) -> None:
 
 
 def lives_seen() -> list[str]:
-    """The lives that offer their names, as known here."""
+    """Return the lives that offer their names, as this worker knows them."""
     return [service.name.removeprefix(_LIFE) for service in services.names() if service.name.startswith(_LIFE)]
 
 
@@ -33,14 +33,14 @@ def lives_seen() -> list[str]:
 
 
 class Pushes:
-    """A server on two hosts, with one trainer: each answer is what was pushed."""
+    """A server on two hosts, with one trainer: each answer equals the push."""
 
     def __init__(self, name: str, hosts: Sequence[str]) -> None:
         self._name, self._hosts = name, hosts
         self.began = time.monotonic()
 
     def push(self, number: int) -> str:
-        """Push once. The fault of the answer; empty if it has none."""
+        """Push once. Return the fault of the answer; empty if it has none."""
         pushed = [torch.full((_ELEMENTS,), float(number + host)) for host, _ in enumerate(self._hosts)]
         pulled = reduction.push_pull(self._server, pushed)
         if all(torch.equal(*pair) for pair in zip(pushed, pulled, strict=True)):

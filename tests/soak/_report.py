@@ -17,7 +17,7 @@ from ._journal import KINDS, Step
 from ._judgement import Finding
 
 _MIB = 2**20
-# The beginning, in which pools and caches fill.
+# The minutes at the beginning, in which pools and caches fill.
 _WARM_UP = 0.3
 _BLOCKS = 8
 # The tolerated growth of a run of any length, by allocators and by a group with more members; and of a run with a

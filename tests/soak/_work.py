@@ -126,7 +126,7 @@ class Tally:
 
 
 def add_by_way_of(call: int, inner: int, tally: rpc.RRef, n: int) -> int:
-    """A copy of the reference, kept until newer ones have come."""
+    """Keep a copy of the reference until newer ones have come."""
     run(call, "rref")
     _kept.append(tally)
     return tally.rpc_sync().add(inner, n)
@@ -425,7 +425,7 @@ class Caller:
         with self._begin("timeout", [to], size=sent.nbytes) as call:
             arguments = (call.number, _LONGER_THAN_TIMEOUT_S, sent.make())
             try:
-                # An answer is right too, since both may have been held up.
+                # An answer is right too, since the caller and the callee may have been held up.
                 number, tensor = rpc.rpc_sync(to, sleep, args=arguments, timeout=_TIMEOUT_S)
                 check(number == call.number, f"the answer of call {number}")
                 check(not (difference := sent.differs_from(tensor)), f"{sent} came back as {difference}")
@@ -498,7 +498,7 @@ class Caller:
             call.answered()
 
     def push(self) -> None:
-        """To a server of its own, of which two others are hosts."""
+        """Push to a server of this worker, whose hosts are two others."""
         names = self._others(2)
         if not names:
             return

@@ -55,7 +55,7 @@ _KEPT_OPEN = collections.Counter(
 _KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1, "PTThreadPool": os.cpu_count() or 1})
 
 _TRIM_EVERY_S = 5.0
-# As in <malloc.h>.
+# From <malloc.h>.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 

@@ -15,7 +15,7 @@ from ._machines import MachineEnded, Machines
 from ._trials import TRIALS, Trial
 from ._workers import Failed, Stuck
 
-# The end of a failed trial's output; the folder output has all of it.
+# Lines of a failed trial's output that are printed; the folder output has all.
 _LAST_LINES = 12
 
 
@@ -81,7 +81,7 @@ class Lab:
             try:
                 return True, trial.run(self._up())
             except MachineEnded as error:
-                # Linux 6.12 crashes in Soft-RoCE now and then. A second time is too often.
+                # Linux 6.12 sometimes crashes in Soft-RoCE. A second crash is a failure.
                 print(f"verbs: {trial.name} runs once more, since {error}", flush=True)
                 return True, trial.run(self._up())
         except (Stuck, MachineEnded, TimeoutError) as error:

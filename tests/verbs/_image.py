@@ -87,7 +87,7 @@ class Image:
         }
 
     def _is_done(self, step: str, of: Mapping[str, object]) -> bool:
-        """Whether the step has been completed with these inputs; marks it as incomplete."""
+        """Whether the step has been completed with these inputs. If not, mark it as incomplete."""
         stamp = self._stamp(step)
         is_done = stamp.exists() and stamp.read_text() == _digest(json.dumps(of, sort_keys=True).encode())
         if not is_done:
@@ -106,7 +106,7 @@ class Image:
         options = subprocess.run(
             ["apt-config", "dump", "--format", '%f "%v";%n', "Acquire"], capture_output=True, text=True, check=True
         ).stdout
-        # Proxies and the like.
+        # These have proxies and the like.
         acquire = re.findall(r'^Acquire::(?:https?::|Check-)[A-Za-z:-]* ".+"', options, re.MULTILINE)
         sources = self.folder / "sources.list"
         sources.write_text(debian_sources(_apt_lists(), _DEBIAN))
@@ -121,14 +121,14 @@ class Image:
         )
 
     def _install_wheels(self) -> None:
-        """By the pip of this machine, as it is configured here, for a Python of the same version."""
+        """The pip of this machine, with its configuration, installs for a Python of the same version."""
         target = self._root / "usr" / "local" / "lib" / _PYTHON / "dist-packages"
         _run(
             *(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-warn-conflicts"),
             *("--root-user-action", "ignore", "--only-binary", ":all:", "--target", target),
             *(f"torch=={_torch()}", *_WHEELS),
         )
-        # The machines are too slow to do it each time. Some files are for newer versions of Python.
+        # The machines are too slow to compile at each start. Some files are for newer versions of Python.
         self._inside("sh", "-c", f"{_PYTHON} -m compileall -q -j 2 {_inside_path(target, self._root)} > /dev/null || :")
         (self._root / "usr" / "local" / "bin" / "python3").symlink_to(f"/usr/bin/{_PYTHON}")
 
@@ -145,7 +145,7 @@ class Image:
         shutil.copy2(GUEST / "init", self._root / "guest-init")
 
     def _write_kernel(self) -> None:
-        """With a first root in memory, which mounts the disk."""
+        """The kernel begins with a root in memory, which mounts the disk."""
         early = self.folder / "early"
         shutil.rmtree(early, ignore_errors=True)
         (early / "bin").mkdir(parents=True)
@@ -203,7 +203,7 @@ def copy_changes(files: Iterable[Path], source: Path, target: Path) -> None:
 
 
 def debian_sources(lists: str, release: str) -> str:
-    """Lines for apt, from `lists`, which has a line "SITE RELEASE LABEL" for each of this machine's.
+    """Return lines for apt from `lists`, which has a line "SITE RELEASE LABEL" for each of this machine's.
 
     With the release of this machine too: it may have the Python that `release` lacks.
     """
@@ -242,14 +242,14 @@ def _check_this_machine() -> None:
 
 @functools.cache
 def _sources() -> list[Path]:
-    """The sources of the package in the checkout, changes included."""
+    """Return the sources of the package in the checkout, changes included."""
     listed = _run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     elsewhere = ("tests/", "docs/", "benchmarks/", "examples/", "recipe/")
     return [ROOT / name for name in listed if name and not name.startswith(elsewhere) and (ROOT / name).is_file()]
 
 
 def _torch() -> str:
-    """The version of this environment's, such as 2.13.0+cpu."""
+    """Return the version of torch here, such as 2.13.0+cpu."""
     import torch
 
     return torch.__version__

@@ -29,7 +29,7 @@ ABORTED = 128 + signal.SIGABRT
 
 
 class MachineEnded(Exception):
-    """A machine ended unasked: its kernel has crashed, and its console has the reason."""
+    """A machine ended by itself: its kernel has crashed, and its console has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Machine:
         return done.output
 
     def pause(self) -> None:
-        """Its processor stops, and with it its clock."""
+        """Stop its processor, and with it its clock."""
         self._tell("stop")
 
     def resume(self) -> None:
@@ -177,7 +177,8 @@ class Machine:
 
 
 class Machines:
-    """Both, until the end of a ``with``. Their addresses are 10.77.0.1 and 10.77.0.2, their names n1 and n2.
+    """The two machines, until the end of a ``with``. Their addresses are 10.77.0.1 and 10.77.0.2, their names n1 and
+    n2.
 
     Args:
         image: the folder of an `Image`.

@@ -14,7 +14,7 @@ _TOLD_S = 2.0
 # heartbeat_limit, which is left at its default, and when silence ends a worker: 1.05 times the limit and 0.3 s.
 _LIMIT_S = 10.0
 _SILENCE_S = (_LIMIT_S, 1.05 * _LIMIT_S + 0.3 + 2)
-# A shutdown knows by then that the other worker is lost. Otherwise it took 30 s.
+# The limit of a shutdown that knows of the lost worker. Without that knowledge it took 30 s.
 _LEAVE_S = 15.0
 
 # The second worker is in its shutdown all the time, and its clock begins before the misfortune. A handler of the open
@@ -64,19 +64,19 @@ def calls(machines: Machines) -> str:
 
 @_trial
 def calls_with_a_secret(machines: Machines) -> str:
-    """The same with TORCH_UCX_RPC_SECRET, by which every message is authenticated."""
+    """The same traffic with TORCH_UCX_RPC_SECRET, which authenticates every message."""
     return _calls(machines, _RC, TORCH_UCX_RPC_SECRET="a secret of two machines", LARGE_MIB="16", FLOOD_MIB="20")
 
 
 @_trial
 def calls_without_tcp(machines: Machines) -> str:
-    """The same where UCX_TLS has reliable connections only. UCX warns of none of our defaults."""
+    """The same traffic over reliable connections only, by UCX_TLS. UCX warns of none of our defaults."""
     return _calls(machines, _RC, UCX_TLS="rc,self", LARGE_MIB="16", FLOOD_MIB="20")
 
 
 @_trial
 def calls_by_datagrams(machines: Machines) -> str:
-    """The same over unreliable datagrams only."""
+    """The same traffic over unreliable datagrams only."""
     return _calls(machines, _UD, UCX_TLS="ud_verbs,self", LARGE_MIB="16", FLOOD_MIB="20")
 
 
@@ -202,7 +202,7 @@ def _unharmed(machines: Machines, misfortune: Callable[[Workers], None]) -> str:
     expect("error" not in told, f"a call failed after {told.get('told_after_s')} s: {told.get('error')}")
     expect(told["open_call"] == "answered", "the open call failed")
     expect("shutdown_error" not in told, f"shutdown: {told.get('shutdown_error')}")
-    # Otherwise nothing has happened to it.
+    # Without that, nothing has happened to it.
     expect(told["slowest_s"] > _BELOW_S / 2, f"the slowest call took {told['slowest_s']:.2f} s only")
     return f"all {told['calls']} calls were answered, the slowest after {told['slowest_s']:.1f} s"
 

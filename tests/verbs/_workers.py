@@ -18,11 +18,11 @@ _FAULT = re.compile(r"^.*(?:Assertion .* failed|Caught signal|Fatal|terminate ca
 
 
 class Failed(Exception):
-    """A trial has failed, and this is why."""
+    """A trial has failed; the text says why."""
 
 
 class Stuck(Failed):
-    """Its workers have not ended."""
+    """The workers of a trial have not ended."""
 
 
 def expect(holds: bool, otherwise: str) -> None:
@@ -76,7 +76,7 @@ class Workers:
             if time.monotonic() > deadline:
                 raise Stuck(f"not ready after {_TRIAL_S:.0f} s\n{self.output}")
             time.sleep(0.1)
-        # So that calls are under way.
+        # Misfortunes strike while calls are under way.
         time.sleep(1)
 
     @property

@@ -1,4 +1,4 @@
-"""Joins without arguments, calls all workers, and says so in one line."""
+"""A worker joins without arguments, calls all others, and prints one line."""
 
 import json
 import os
