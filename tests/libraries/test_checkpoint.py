@@ -30,7 +30,7 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 def read_plainly(state: dict[str, Any], checkpoint_id: Any) -> None:
-    """It reads like a program without workers. torch warns that it is alone."""
+    """One process reads without workers. torch warns that it is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=checkpoint_id, no_dist=True)

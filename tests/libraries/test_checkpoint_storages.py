@@ -42,7 +42,7 @@ def save_by_other_storages(folder: str) -> None:
     checkpoint.load({"model": other, **rest}, storage_reader=FsspecReader(url), timeout=60)
     assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
 
-    # A path given beside a storage is the place in it.
+    # A path beside a storage is a place in that storage.
     url = f"file://{folder}/second"
     checkpoint.save({"model": pipe}, url, storage_writer=FsspecWriter("file:///nowhere"), planner=WithoutBiases())
     third = make_pipe(small_model(2))
@@ -133,7 +133,7 @@ def go_on_with_a_distributed_optimizer(folder: str) -> None:
         (torch.optim.Adam, {}),
         (torch.optim.SGD, {"momentum": 0.9}),
         (torch.optim.SGD, {}),
-        # torch has no script of it.
+        # torch has no TorchScript version of this optimizer.
         (torch.optim.NAdam, {}),
     ]
     for number, (kind, options) in enumerate(kinds):
@@ -148,5 +148,5 @@ def go_on_with_a_distributed_optimizer(folder: str) -> None:
 
 
 def test_a_distributed_optimizer_goes_on_as_the_saved_one(tmp_path, backend):
-    # torch warns of TorchScript, and where it has no script.
+    # torch warns of TorchScript, and of optimizers without a TorchScript version.
     drive(go_on_with_a_distributed_optimizer, 3, str(tmp_path), backend=backend, silent=False)

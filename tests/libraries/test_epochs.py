@@ -115,7 +115,7 @@ def die_in_turn(rank: int, steps: Steps) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         epoch = group.wait(after=1 + dying)
         assert epoch.decider.rank == dying + 1
-        # The next one dies when all living members have seen this epoch.
+        # The next member dies when all living members have seen this epoch.
         steps.done(f"{rank} in {epoch.number}")
         steps.wait_for(*(f"{other} in {epoch.number}" for other in range(dying + 1, 3)))
     rpc.shutdown(graceful=False)
@@ -301,14 +301,14 @@ def test_a_member_learns_of_a_death_that_its_agent_missed(run_on_ucx: RunWorkers
 
 def outlive_a_stranger(rank: int, steps: Steps) -> None:
     send, on_gone = Group._call, members._Groups._on_gone
-    # worker1 hears of worker2 by worker0 alone.
+    # Only worker0 tells worker1 of worker2.
     if rank == 2:
         send_to_worker0 = lambda group, to, messages: to.name == "worker1" or send(group, to, messages)  # noqa: E731
         mock.patch.object(Group, "_call", send_to_worker0).start()
     if rank == 1:
         forget = lambda known, gone: gone.name == "worker2" or on_gone(known, gone)  # noqa: E731
         mock.patch.object(members._Groups, "_on_gone", forget).start()
-    # They come one after the other, so worker0 decides.
+    # The workers come one after the other, so worker0 decides.
     if rank:
         steps.wait_for(f"{rank} are members")
     url = (steps.directory / "store").as_uri()

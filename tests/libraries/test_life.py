@@ -67,7 +67,7 @@ def outlive(rank: int, steps: Steps) -> None:
     steps.done("watched")
     eventually(lambda: told == [("worker1", ["worker0"])], "worker1 is gone")
     assert mine.gone_names() == {"worker1"}
-    # A later watcher hears of it too.
+    # A watcher that comes later hears of the end too.
     mine.watch(tell)
     assert len(told) == 2
     rpc.shutdown(graceful=False)

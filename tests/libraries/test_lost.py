@@ -117,7 +117,7 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
     [
         (WorkerLost("lost worker 'ps' (rank 1, pid 3 on a): it has died", **PS), "lost"),
         (WorkerLeft("worker 'ps' (rank 1, pid 3 on a) has left the group", **PS), "lost"),
-        # After a while the worker has forgotten it.
+        # After a while the worker has forgotten the lost one.
         (UnknownWorker("could not find destination worker 'ps'", name="ps"), "lost"),
         (CallTimedOut("RPC ran for more than set timeout (60000 ms)", **PS), "timed out"),
         # The callee has lost a third worker: torch makes a new exception, without attributes.

@@ -98,7 +98,7 @@ def lose_between_calls(folder: str) -> None:
     expected.sum().backward()
     assert_equal_gradients(pipe, model)
     assert pipe.workers == ["worker1", "worker3"]
-    # After such a backward no step can be repeated, so no batch is kept for that.
+    # After such a backward no step can be repeated, so no batch is kept.
     entries = len(pipe._recovery._checkpoints[-1].journal)
     del out
     pipe(x)

@@ -80,7 +80,7 @@ def spoil() -> None:
     pipe.step(x, target=y)
     bad = x.clone()
     bad[7] = 200.0
-    # There were gradients before. With a part of a step added they are useless.
+    # Gradients of an earlier step are useless once a part of this step has been added.
     with pytest.raises(StageError, match="too much"):
         pipe.step(bad, target=y)
     optimizer.step()
@@ -128,7 +128,7 @@ def slow_model(seconds: float) -> nn.Sequential:
 
 
 def kill_soon(pid: int, after_s: float) -> None:
-    """Kill it from a thread, while the caller is in a step."""
+    """A thread kills the worker while the caller is in a step."""
     timer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
     timer.daemon = True
     timer.start()
@@ -155,7 +155,7 @@ def lose_a_stage() -> None:
     assert (raised.value.workers, raised.value.stages) == (("worker2",), (1,))
     for worker in ("worker0", "worker1"):
         eventually(lambda worker=worker: on(worker, kept) == 0, f"{worker} gives back the memory of the step")
-    # The error is raised again instead of another attempt.
+    # The same error is raised again, without another attempt.
     with pytest.raises(StageLostError, match="worker2"):
         pipe.step(x, target=y)
     with pytest.raises(StageLostError, match="worker2"):
@@ -177,7 +177,7 @@ def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asy
     generator = torch.Generator().manual_seed(3)
     losses = []
     pipe.save(Path(folder, "first"))
-    slowest = 0.0  # without the machine's time
+    slowest = 0.0  # without the time in which the machine ran nothing
     for number in range(10):
         if number == save_at:
             future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
@@ -310,7 +310,7 @@ def test_stages_that_die_at_random_moments_change_no_loss(tmp_path, backend):
 
 
 def recall(folder: str, kill_after: int | None) -> list[float]:
-    """All inputs of a step change after the save, and the worker is lost while they differ."""
+    """All inputs of a step change after the save. The worker is lost while they differ from the saved ones."""
     spares = ["worker3"] if kill_after is not None else []
     pipe = make_pipe(small_model(), spares=spares)
     early = pipe.optimizer(torch.optim.SGD, lr=0.3)
@@ -349,7 +349,7 @@ def test_what_is_done_again_is_done_under_the_same_circumstances(tmp_path):
 
 
 def hold_writing(seconds: float) -> None:
-    """A disk that takes its time."""
+    """A slow disk."""
     from torch_ucx_rpc.checkpoint import storage
 
     write = storage.Writer.write_data

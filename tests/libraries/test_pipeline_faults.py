@@ -214,7 +214,7 @@ def give_what_cannot_be_pickled() -> None:
     ):
         with pytest.raises((TypeError, AttributeError, ValueError)):
             wrong()
-        # It returns, with the gradients of one step.
+        # The step returns, with the gradients of one step.
         assert torch.equal(pipe.step(x, target=y), good)
         pipe.zero_grad()
 

@@ -105,7 +105,7 @@ def step_beside_a_stopped_stage(folder: str) -> None:
         both()
         assert pipe.workers == ["worker1", "worker3"]
         both()
-    # It comes back: its stages are freed, and none of its values counts.
+    # The stopped worker goes on: its stages are freed, and none of its values counts.
     eventually(lambda: on("worker2", kept) == (0, 0), "the stopped worker lets go of its stages")
     both()
 

@@ -56,7 +56,7 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
     for words, call in wrong:
         with torch.no_grad(), pytest.raises(StageError, match=f"(?s){words}"):
             call()
-        # Both workers are there, and take the next order.
+        # Both workers live, and take the next order.
         assert pipe.workers == ["worker1", "worker2"]
         pipe.train()
         assert torch.equal(pipe.step(x, target=y), good)

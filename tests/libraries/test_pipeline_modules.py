@@ -292,12 +292,12 @@ def two_optimizers_and_a_scaler() -> None:
             one.step(scaler=scaler)
         for one in theirs:
             one.step()
-        # It grows once a step, for any number of optimizers.
+        # The scale grows once a step, for any number of optimizers.
         assert scaler.get_scale() == 2048.0 * 2**number
         pipe.zero_grad()
         model.zero_grad()
         assert_same_state(pipe, model)
-    # The gradients of one are not finite: only the other steps, and the scale shrinks once.
+    # The gradients of one optimizer are not finite: only the other one steps, and the scale shrinks once.
     x[0, 0] = float("inf")
     pipe.step(x, target=y, scaler=scaler)
     for one in mine:

@@ -29,7 +29,7 @@ def get_outputs_and_losses() -> None:
         assert pipe.evaluate(x, target=y, losses=losses, return_outputs=True)[1].equal(output)
         assert losses == expected
         pipe.zero_grad()
-        # A step that returns no outputs does the same.
+        # A step that returns no outputs has the same loss and gradients.
         assert torch.equal(pipe.step(x, target=y), loss)
         assert all(torch.equal(one, gradients[name]) for name, one in pipe.gradients().items())
     with pytest.raises(TypeError, match=r"losses must be a list to fill; got \(\)"):
@@ -105,7 +105,7 @@ def train_by_tokens() -> None:
             assert_close_gradients(pipe, model)
             with pytest.raises(RuntimeError, match="the counts that the loss returned with its sums are 0"):
                 pipe.step(x, target=torch.full_like(y, -1))
-            # The failed step has been undone, and left the gradients of earlier ones.
+            # The failed step has been undone, and the gradients of earlier steps are left.
             assert_close_gradients(pipe, model)
 
 
@@ -141,7 +141,7 @@ def lose_a_worker_between_counted_steps(folder: str) -> None:
     for number in range(6):
         x, y = torch.randn(6, 8), torch.randn(6, 4)
         if number == 3:
-            # Gradients of a step are on the workers, and still lack their factor.
+            # Gradients of a step are on the workers, not yet multiplied by their factor.
             kill("worker2")
         losses: list[Any] = []
         loss = pipe.step(x, target=y, losses=losses)

@@ -387,7 +387,7 @@ def rematerialize_norms_and_dropout() -> None:
     for one, other in zip(kept[:2], again[:2], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    # They also equal those of one process, where no random numbers are drawn.
+    # Without random numbers they also equal those of one process.
     model = with_norm_and_dropout()
     model[3].p = 0.0
     model[4].inplace = False
@@ -520,7 +520,7 @@ def freeze() -> None:
     pipe.step(x, target=y)
     reference_step(model, F.mse_loss, 4, x, target=y)
     assert_equal_gradients(pipe, model)
-    # Freeze some, as with any model; tied ones in all stages.
+    # Parameters can be frozen, as in any model. A tied one is frozen in all stages.
     for tied in (False, True):
         make = tied_sequence if tied else small_model
         pipe, model = make_pipe(make()), make()

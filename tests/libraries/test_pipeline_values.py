@@ -68,7 +68,7 @@ def test_differing_micro_batches_keep_gradients_in_place() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The values between stages are tensors, and another kind."""
+    """Stages pass on tensors and a value of another kind."""
 
     x: torch.Tensor
     scale: float

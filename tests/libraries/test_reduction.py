@@ -262,7 +262,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
         init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
 
     if rank == 3:
-        # The server, which takes no part in this.
+        # This worker only hosts the server.
         enter()
         steps.done("server")
         steps.wait_for("over 0", "over 1", "over 2", timeout=120)
@@ -274,7 +274,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
     enter()
     model = make_model()
     if rank:
-        nn.init.zeros_(model[0].weight)  # not the one that it trains with
+        nn.init.zeros_(model[0].weight)  # not the model that it trains
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     server = reduction.serve("worker3", trainers=2)
     copy = reduction.DataParallel(model, server, optimizer=optimizer)
@@ -287,7 +287,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
     else:
         assert step_of(server) >= 5
         steps.done("joined")
-    # From here on all count alike, whenever each of them noticed it. One leaves, the others go on.
+    # From here on all count the same steps, whenever each of them noticed the new one. One leaves, the others go on.
     last = 5 + 2000
     while step_of(server) < last:
         train(copy, optimizer, 20 + rank, 1)
@@ -318,7 +318,7 @@ def test_a_trainer_whose_model_is_gone_is_not_waited_for(run_on_both: RunWorkers
 def train_for_different_times(rank: int, steps: Steps) -> None:
     if rank:
         for turn in range(2):
-            # The second time they use the same server again, with all trainers.
+            # The second time they use the same server, with all trainers.
             model = make_model()
             copy = reduction.DataParallel(model, reduction.serve("worker0"))
             assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2 + 3 * rank)) == 2 + 3 * rank
@@ -368,10 +368,10 @@ def let_go_of_one_of_two_models(rank: int, steps: Steps) -> None:
         else:
             train(copies[0], optimizers[0], rank, 2)
             steps.done("trained alone")
-            # The third gets the model from here, and not from the trainer that has dropped it.
+            # The third trainer gets the model from this one, and not from the trainer that has dropped it.
             while not steps.is_done("begun"):
                 train(copies[0], optimizers[0], rank, 1)
-        # Both still train the other one.
+        # Both still train the other model.
         steps.wait_for("begun")
         train(copies[-1], optimizers[-1], rank, 2)
     elif rank == 3:
@@ -498,7 +498,7 @@ def take_late_openings(rank: int) -> None:
     for late in (before, before._replace(step=before.step + 1)):
         server.office.receive(late)
         assert server.office.opening(key) is None
-    # A trainer that comes again goes on after them.
+    # A trainer that comes again goes on after these steps.
     assert reduction.push_pull(reduction.serve("worker0"), torch.ones(2)).sum() == 2
 
 
@@ -520,7 +520,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
             match=r"'worker2' pushes gradients of \[3, 2\] .*'worker1' has pushed \[2, 3\]",
         ):
             reduction.push_pull(server, [wrong])
-        # It may correct that, and the refusal leaves no trace.
+        # The trainer may correct its argument, and the refusal leaves no trace.
         known = weakref.ref(wrong)
         del wrong
         eventually(lambda: gc.collect() >= 0 and known() is None, "the gradients are free")

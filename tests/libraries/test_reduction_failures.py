@@ -58,7 +58,7 @@ def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
     train(copy, optimizer, rank, 5)
     assert server.contributors == reduction.Contributors(("worker1", "worker2", "worker3"), rank - 1, 3)
     if rank == 2:
-        # It dies in the middle of a step, after the others have put their gradients.
+        # worker2 dies in the middle of a step, after the others have put their gradients.
         threading.Timer(0.2, die).start()
         steps.wait_for("never")
     assert len(train(copy, optimizer, rank, 20)) == 20
@@ -237,7 +237,7 @@ def train_with_a_slow_one(rank: int, steps: Steps, way: str) -> dict[int, list[t
             train(copy, optimizer, rank, 2)
         steps.meet("begun", rank, 3)
         if rank == 2:
-            # It hangs in a step that the others do without it, and longer.
+            # It hangs for longer than the step that the others do without it.
             [x] = batches(rank, 1)
             optimizer.zero_grad()
             loss = F.mse_loss(copy(x), x.sum(1, keepdim=True))
@@ -270,7 +270,7 @@ def push_with_quorum(rank: int, steps: Steps) -> None:
         push = functools.partial(reduction.push_pull, server, quorum=1)
         if rank == 2:
             steps.wait_for("pushed")
-        # The second one comes later, and has not missed a step.
+        # The second trainer comes later, and has not missed a step.
         assert torch.equal(push(torch.full((4,), float(rank))), torch.full((4,), float(rank)))
         assert server.contributors == reduction.Contributors((f"worker{rank}",), 0, 1)
         steps.done("pushed" if rank == 1 else "pushed alone")
@@ -298,7 +298,7 @@ def lose_a_host(rank: int, steps: Steps, is_on_trainers: bool) -> list[torch.Ten
     result = None
     if rank == 0 and not is_on_trainers:
         steps.wait_for("five 2", "five 3")
-        time.sleep(0.02)  # somewhere in a step
+        time.sleep(0.02)  # at any moment of a step
         die()
     if rank > 1 or is_on_trainers:
         server = reduction.serve(*(() if is_on_trainers else ("worker0", "worker1")))
@@ -390,7 +390,7 @@ def stop_a_trainer(rank: int, steps: Steps) -> list[torch.Tensor] | None:
             train(copy, optimizer, rank, 1)
         train(copy, optimizer, rank, 5)
         steps.done("alone")
-    # Go on until both are in the same step.
+    # Go on until both trainers are in the same step.
     while not steps.is_done("back"):
         train(copy, optimizer, rank, 1)
         if rank == 2 and steps.is_done("alone") and len(server.contributors.names) == 2:

@@ -398,7 +398,7 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
             services.call("once")
         eventually(lambda: seen[-1] == ("worker2", "worker3"), "the watch has told")
         assert [member.name for member in services.members()] == ["worker0", "worker2", "worker3"]
-        # Its names are free.
+        # The dead worker's names are free.
         services.pair("weights", 2)
         assert services.get("weights").to_here() == 2
         steps.done("over")
@@ -437,7 +437,7 @@ CONTENDED = 120
 def contend_for_names(rank: int, steps: Steps) -> list[int]:
     steps.meet("there", rank, 4)
     if rank == 0:
-        # It decides, and dies during that.
+        # The decider dies while it decides.
         steps.wait_for("begun 1", "begun 2", "begun 3")
         die()
     mine = []
@@ -452,7 +452,7 @@ def contend_for_names(rank: int, steps: Steps) -> list[int]:
     steps.done(f"over {rank}")
     steps.wait_for("over 1", "over 2", "over 3")
     assert len([service for service in services.names() if service.name.startswith("name ")]) == CONTENDED
-    # All see the same owners.
+    # All workers see the same owners.
     assert all(f"worker{rank}" == service.workers[0] for service in services.names() if int(service.name[5:]) in mine)
     steps.done(f"looked {rank}")
     steps.wait_for("looked 1", "looked 2", "looked 3")

@@ -81,7 +81,7 @@ def go_on_without_two(rank: int, steps: Steps, group: str) -> None:
         die()
     if rank == 1:
         workers.stop(pid_of(steps, 3))
-        # It hangs, and changes no names.
+        # The worker hangs, and changes no names.
         began = time.monotonic()
         services.register("while it hangs", own_name)
         with pytest.raises(UnknownName):
@@ -123,7 +123,7 @@ def stop_the_decider(rank: int, steps: Steps) -> None:
     if rank == 1:
         workers.stop(pid_of(steps, 0))
         services.register("while it hangs", own_name)
-        # It is not a member, so the others are called.
+        # The lost worker is not a member, so the others are called.
         assert {services.call("replica", timeout=5) for _ in range(6)} == {"worker1", "worker2"}
         os.kill(pid_of(steps, 0), signal.SIGCONT)
         eventually(lambda: services.call("replica") == "worker0", "it is called again")
@@ -292,7 +292,7 @@ def lose_a_worker(rank: int, steps: Steps) -> None:
     steps.meet("registered", rank, 3)
     if rank == 1:
         die()
-    # No call shows it.
+    # No call shows the loss.
     gone = services.watch("name", lambda service: "worker1" in service.workers or steps.done(f"told {rank}"))
     steps.wait_for("told 0", "told 2", timeout=60)
     gone()

@@ -52,7 +52,7 @@ def miss_changes(rank: int, steps: Steps) -> None:
         assert services.call("old") == "worker0"
         steps.done("called")
         steps.wait_for("changed")
-        # It does not ask: the decider reports to it.
+        # The worker does not ask: the decider reports to it.
         eventually(lambda: set(_directory.directory().owners["worker0"].offers) == {"new"}, "it has heard")
         with pytest.raises(UnknownName):
             services.call("old")
@@ -148,7 +148,7 @@ _executed: list[str] = []
 
 def ask_for_what_is_gone() -> None:
     _executed.append(own_name())
-    # A route from before it was unregistered.
+    # A route from the time before the name was unregistered.
     rpc.rpc_sync("worker0", _served.serve, args=("gone",))
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 
-# In force before the fixtures of modules: these start none either.
+# The scope is the package, since fixtures of modules may start no process either.
 @pytest.fixture(scope="package", autouse=True)
 def _no_processes() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> NoReturn:

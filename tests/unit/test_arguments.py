@@ -141,7 +141,7 @@ TAKES_ANYTHING = {
     "pipeline.Built": {"args"},
     "pipeline.DistributedPipeline": {"sample"},
 }
-# No arguments of a user's go in: the package makes these.
+# The package makes objects of these classes; users give them no arguments.
 MADE_BY_THE_PACKAGE = {
     "Latencies",
     "PeerStatistics",

@@ -93,7 +93,7 @@ def test_maps_with_the_cpu_and_several_devices_to_one_fit() -> None:
         record("b", device_maps={"a": {CUDA0: CUDA1}}, reply_device_maps={"a": {CUDA0: CPU}}),
     ]
     check(members)
-    # And each reply has one device: of several candidates, the GPU.
+    # Each reply has one device: the GPU, if there are several candidates.
     assert maps_of_replies("b", members) == {"a": {CUDA0: CUDA0, CPU: CUDA1}}
     assert maps_of_replies("a", members) == {"b": {CUDA1: CUDA0, CUDA0: CPU}}
 

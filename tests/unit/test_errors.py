@@ -97,7 +97,7 @@ def test_a_native_error_becomes_the_exception_of_its_kind(
 
 
 def test_every_exception_of_an_agent_has_one_kind() -> None:
-    # Python itself raises the other kinds.
+    # The package's Python code raises the others.
     others = (errors.RpcError, errors.NotRunning, errors.JoinFailed, errors.JoinTimedOut)
     assert sorted(map(id, errors.KINDS.values())) == sorted(id(type_) for type_ in TYPES if type_ not in others)
 

@@ -10,7 +10,7 @@ import types
 import torch_ucx_rpc
 from torch_ucx_rpc import _build_info
 
-# All but the first are imported by name only.
+# Users import all but the first by name.
 PUBLIC_MODULES = ("channel", "checkpoint", "errors", "pipeline", "reduction", "services", "testing")
 
 
@@ -37,6 +37,6 @@ def test_the_version_is_the_installed_packages() -> None:
 
 
 def test_wheel_and_source_build_of_one_version_work_together() -> None:
-    # Workers compare this. A wheel's version also names its torch (0.2.0+torch2.13), and some workers may run from
-    # source.
+    # Workers compare this version. A wheel's version also names its torch (0.2.0+torch2.13), and some workers may run
+    # from source.
     assert torch_ucx_rpc.__version__.partition("+")[0] == _build_info.VERSION

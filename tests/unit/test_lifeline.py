@@ -58,7 +58,7 @@ def test_the_lifeline_is_at_the_address_that_leads_to_the_store(monkeypatch: pyt
 
 
 def test_an_address_of_another_machine_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    # From the block for documentation.
+    # An address of the block for documentation.
     monkeypatch.setattr(lifeline, "address_towards", lambda host: "192.0.2.1")
     assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)) is None
 

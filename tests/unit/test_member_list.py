@@ -68,7 +68,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
         if before:
             before[0].strike(before[1])
         before = own, place
-    # A worker that stays, one that has left since, and one that is there.
+    # The places of a worker that stays, of one that has left since, and of one that is there.
     assert max(reads) <= 3
 
 
@@ -95,7 +95,7 @@ def test_place_of_a_worker_that_died_early_is_awaited_once(store: Store, monkeyp
     begin = time.monotonic()
     assert join(store, 2)[2] == [0]
     assert time.monotonic() - begin >= 0.5
-    # In either case of the first worker's entry.
+    # This holds for both kinds of the first worker's entry.
     raw(store).set("compacted", "")
     monkeypatch.setattr(member_list, "_WRITING_S", 600.0)
     assert join(store, 3)[2] == [0, 2]
@@ -106,7 +106,7 @@ def test_a_worker_that_was_slow_to_fill_its_place_takes_another(monkeypatch: pyt
     before, store = HashStore(), HashStore()
     raw(before).add("arrivals", 1)
     join(before, 1)
-    # Another worker waits for it by the time of the write.
+    # Another worker waits for the entry when it is written.
     raw(store).set("member/0", raw(before).get("member/0"))
     assert join(store, 0)[1:] == ("member/1", [])
 

@@ -128,7 +128,7 @@ def test_another_torch_than_at_the_build_is_refused_naming_both(built_for: str, 
 def test_the_cure_for_another_minor_release_is_its_wheel() -> None:
     with pytest.raises(ImportError, match=r"install the wheel for it \(pip install torch_ucx_rpc 'torch==2\.14\.\*'\)"):
         _native.check_torch_version("2.13.0", "2.14.1+cu130")
-    # Nightly builds have none.
+    # Nightly builds have no wheel.
     with pytest.raises(ImportError, match=r"this is torch 2\.15\.0\.dev20260101: build it again"):
         _native.check_torch_version("2.13.0", "2.15.0.dev20260101")
 
@@ -189,7 +189,7 @@ def test_this_builds_listing_agrees_with_torchs_headers() -> None:
     listing = PACKAGE / "_torch_headers.txt"
     names = {line.split("  ")[1] for line in listing.read_text(encoding="utf-8").splitlines()}
     assert {RPC_AGENT, "c10/core/Device.h", "c10/core/TensorImpl.h", "ATen/core/ivalue.h"} <= names
-    # This file differs in each release, so none would fit.
+    # This file differs in each release, so no other release would fit.
     assert "torch/headeronly/version.h" not in names
     assert _native.changed_headers(listing, Path(torch.__file__).parent / "include") == []
 

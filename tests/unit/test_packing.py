@@ -25,7 +25,7 @@ def records_of_a_job(workers: int) -> list[Record]:
             rank,
             workers,
             session=numbers.getrandbits(64),
-            # UCX says where a queue is once for each way that leads there.
+            # UCX repeats the address of a queue for each way that leads there.
             address=kind[:100] + (queue := numbers.randbytes(22)) + kind[100:] + queue[:12],
             pid=4000 + rank // 8 * 3,
             process_start_time=1_000_000 + rank // 8,

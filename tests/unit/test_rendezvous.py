@@ -72,7 +72,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path)
 @pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:1", "file:///tmp/store"])
 @pytest.mark.parametrize("world_size", [2, None])
 def test_a_url_that_gives_rank_or_size_is_refused(place: str, query: str, world_size: int | None) -> None:
-    # As torch's own RPC refuses it, with an AssertionError.
+    # torch's own RPC refuses it in the same way, with an AssertionError.
     with pytest.raises(ValueError, match=r"rank or world_size"):
         create_store(f"{place}?{query}", 0, world_size, 10)
 
@@ -109,7 +109,7 @@ def test_under_torchrun_rank_0_uses_torchruns_store(master: int, monkeypatch: py
 
 
 def test_a_store_of_torchs_own_at_the_same_port_is_shared(master: int) -> None:
-    # As when the program has called init_process_group before.
+    # The program may have called init_process_group before.
     torchs, _, _ = next(torchs_rendezvous(f"tcp://127.0.0.1:{master}", rank=0, world_size=1))
     torchs.set("key", "value")
     assert create_store("env://", 0, 1, 10).get("key") == b"value"
@@ -247,7 +247,7 @@ def test_server_missing_in_the_kernels_table_is_found(port: int, monkeypatch: py
 
 
 class Slow:
-    """Passes connections on to a Store, the first one late."""
+    """Pass connections on to a Store, the first one late."""
 
     def __init__(self, port: int, after: float) -> None:
         self._port, self._after = port, after

@@ -49,7 +49,7 @@ def test_written_output_is_known_after_catching_up(monkeypatch: pytest.MonkeyPat
 def test_silent_workers_delay_no_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "_CATCHING_UP_S", 3600)
     output = WorkerOutput(None)
-    # With the same pipe, as after a restart.
+    # The pipe is the same after a restart.
     for _ in range(2):
         output.path("worker0", "stderr")
         output.start()
