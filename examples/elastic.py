@@ -146,11 +146,11 @@ def main():
             try:
                 Coordinator(arguments.tasks).run(start)
             except BaseException:
-                # They would wait for tasks, and this process for them.
+                # Workers would wait for tasks, and this process for the workers.
                 for process in started:
-                    # Not killed: srun could not pass that on.
+                    # The worker gets SIGTERM, since srun could not pass SIGKILL on.
                     process.terminate()
-                # While the store is there, in which this worker says that it leaves.
+                # This worker leaves while the store lives, since it writes that there.
                 rpc.shutdown(graceful=False)
                 raise
         else:

@@ -36,7 +36,7 @@ def update(parameter: RRef[Tensor], gradient: Tensor) -> None:
 
 
 class Client:
-    """In a worker: sends its updates once the server has told of the parameter."""
+    """Run in a worker: send its updates, once the server has sent a reference to the parameter."""
 
     parameter: RRef
     may_begin = threading.Event()

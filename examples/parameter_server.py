@@ -33,7 +33,7 @@ server_lock = threading.Lock()
 
 
 def get_server():
-    """The same one for every trainer, made when the first asks."""
+    """Return the one model of all trainers, made when the first one asks."""
     global server
     with server_lock:
         if server is None:

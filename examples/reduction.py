@@ -96,7 +96,7 @@ def work(rank: int, backend: str, store: str, reports: Any, may_leave: Any) -> N
 
 
 class Run:
-    """One training, followed from this process."""
+    """A training that this process follows."""
 
     def __init__(self, backend: str, is_disturbed: bool) -> None:
         self.is_disturbed = is_disturbed
@@ -148,7 +148,7 @@ class Run:
                     progress.write(f"{'':14}: trainer{KILLED} is killed in step {KILLED_AT}")
 
     def _next_report(self, processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
-        """However long the machine takes, as long as the workers that should live do."""
+        """There is no limit of time, as long as the workers that should live do."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return reports.get(timeout=2)

@@ -51,7 +51,7 @@ def die() -> None:
 
 def evaluate(name: str, is_over: Any) -> None:
     model = Model()
-    # First, since the callers begin when both evaluators offer "score".
+    # "threshold" comes first, since the callers begin when both evaluators offer "score".
     if name == "evaluator1":
         services.pair("threshold", torch.tensor(0.1))
     services.register("score", model.score, idempotent=True)
@@ -76,7 +76,7 @@ def call(name: str, both_callers: Any, results: Any) -> None:
     above = 0
     for number in range(CALLS):
         if number == KILLED_AT:
-            # So that neither has made all its calls when the evaluator dies.
+            # This keeps both from having made all their calls when the evaluator dies.
             both_callers.wait(60)
             if name == "caller0":
                 rpc.rpc_async("evaluator0", die)

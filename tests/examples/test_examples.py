@@ -20,7 +20,7 @@ from tests.support import workers
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
 
-# Put before the words of a command.
+# The words before those of a command.
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -169,7 +169,7 @@ def accuracies_of(printed: str) -> dict[str, float]:
 def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    # In the background of a shell that has no job control, programs ignore Ctrl-C.
+    # Background programs of a shell without job control ignore Ctrl-C.
     heed_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     program = subprocess.Popen(
         command,
@@ -193,7 +193,7 @@ def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str
     with workers.Stalls() as stalls:
         program.stdout.read()
         assert program.wait() == -signal.SIGINT
-    # They end within a second; a wait for the dead worker would take 30 s.
+    # The workers end within a second; a wait for the dead one would take 30 s.
     assert time.monotonic() - began < 10 + stalls.seconds()
     program.stdout.close()
 

@@ -23,7 +23,7 @@ CONDA_NAMES = {
     "rmm-cu13": "rmm",
     "clang-tidy": "clang-tools",
     "build": "python-build",
-    # Conda has it with its command line.
+    # Conda's package brings its command line.
     "griffelib": "griffe",
 }
 
@@ -89,7 +89,7 @@ def test_the_conda_files_have_the_bounds_of_setup_cfg(build_environment, setup_c
     lines.append(f"python{setup_cfg['options']['python_requires']}")
     lines.append(f"ucx>={build_environment.dotted(build_environment.OLDEST_UCX)}")
     wanted = {CONDA_NAMES.get(name_of(line), name_of(line)): bounds_of(line) for line in lines if bounds_of(line)}
-    # The numbers of PyPI's clang-tidy are not LLVM's to the end.
+    # The last part of PyPI's version of clang-tidy is not LLVM's.
     wanted["clang-tools"] = {"=19.1"}
     assert {"torch>=2.11", "clang-tidy==19.1.0.1"} <= set(lines)
 

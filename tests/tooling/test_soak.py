@@ -95,7 +95,7 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
         # This is long after its successor has come.
         (failure(20.0), (KILL,), "unexplained"),
-        # The number of another process.
+        # The pid of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
         (failure(10.0, "CallTimedOut: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
         (failure(9.5), (RESET,), "a host was parted from the others: reset"),

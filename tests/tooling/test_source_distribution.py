@@ -63,7 +63,7 @@ def test_unpacked_sdist_has_the_builds_files_and_metadata(tmp_path: Path) -> Non
     options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
     ucx = f"-DTORCH_UCX_RPC_UCX={os.environ.get('TORCH_UCX_RPC_UCX', '')}"
     run(cmake, "-G", "Ninja", "-S", ".", "-B", "build", *options, ucx, cwd=tree)
-    # Compiling takes minutes, so this only checks that every source is there and would be compiled.
+    # Compiling takes minutes. This checks only that every source is there and would be compiled.
     commands = run(ninja, "-C", "build", "-t", "commands", cwd=tree)
     compiled = {path.resolve() for path in map(Path, re.findall(r" -c (\S+\.cpp)", commands))}
     assert all(path.exists() for path in compiled)

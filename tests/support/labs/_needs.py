@@ -15,7 +15,7 @@ import pytest
 # Debian and its like have a folder of libraries for each processor, others one for all.
 _LIBRARY_FOLDERS = (*Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
 
-# By Debian's names.
+# The libraries' names on Debian.
 _MPI_LIBRARIES = {"openmpi": "libmpi.so.40", "mpich": "libmpich.so.12"}
 
 

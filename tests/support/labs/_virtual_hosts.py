@@ -103,7 +103,7 @@ class VirtualHost:
             "echo up",
             "exec sleep infinity",
         ]
-        # Its first process, whose end ends the host. It ends with this process, in any case.
+        # The first process of the host. Its end ends the host, and the end of this process ends it.
         self._holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *self._spaces, "--fork", "--kill-child"]
             + ([] if switch is None else ["--mount-proc"])

@@ -77,7 +77,7 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="workers-") as directory, reserved_port() as port:
         own_store = None
         if backend == "TENSORPIPE" and not hosts:
-            # Its shutdown reads the Store last, and fails if rank 0 has ended with the Store by then.
+            # TensorPipe's shutdown reads the Store last, and fails if rank 0 has ended by then, and the Store with it.
             own_store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         worker = Worker(
             world_size=world_size,
@@ -166,7 +166,7 @@ class _Job:
         try:
             succeeded, content = pickle.loads(self._reports[rank].recv_bytes())
         except EOFError:
-            # It ends without a report. Its exit code, which comes next, shows whether that was expected.
+            # The worker ends without a report. Its exit code, which comes next, shows whether that was expected.
             self._silent_ends.add(rank)
             return
         if succeeded:

@@ -130,7 +130,7 @@ def dump_stacks_on_request(directory: Path) -> None:
 
 def dump_stacks(pids: Sequence[int], directory: Path) -> dict[int, str]:
     """The Python stacks of workers that called `dump_stacks_on_request(directory)`; C++ stacks too, with gdb."""
-    # These first, since gdb takes long, and a hanging process may go on or end in that time.
+    # The Python stacks come first: gdb takes long, and a hanging process may go on or end in that time.
     python = {pid: _python_stacks(pid, directory) for pid in pids}
     return {pid: f"--- stacks of process {pid} ---\n{stacks}{native_stacks(pid)}" for pid, stacks in python.items()}
 
