@@ -180,6 +180,9 @@ class Job:
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
+        # Seconds in which nobody was stopped; and each trainer's last step, with these seconds by then.
+        self._calm_s = 0.0
+        self._progress: dict[str, tuple[float, float]] = {}
         self.stops = 0
         self.killed: list[tuple[float, str]] = []
         for name in kind.workers:
@@ -210,7 +213,11 @@ class Job:
                 raise Failed("not all trainers have begun")
             time.sleep(0.05)
         over, strike_at = time.monotonic() + seconds, time.monotonic()
+        before = strike_at
         while (now := time.monotonic()) < over:
+            if not self._stopped:
+                self._calm_s += now - before
+            before = now
             time.sleep(0.02)
             for name in [name for name, at in self._returns.items() if now > at]:
                 del self._returns[name]
@@ -260,8 +267,10 @@ class Job:
             if process.exitcode is not None:
                 raise Failed(f"{name} has ended by itself: {self._why(name)}")
             last = max(self._last_step(name) or 0.0, self._began[name])
-            if name not in self._kind.hosts and time.time() - last > _STALL_S:
-                raise Failed(f"{name} has begun no step for {_STALL_S:g} s")
+            if name in self._kind.hosts or last != self._progress.get(name, (0.0, 0.0))[0]:
+                self._progress[name] = (last, self._calm_s)
+            elif self._calm_s - self._progress[name][1] > _STALL_S:
+                raise Failed(f"{name} has begun no step for {_STALL_S:g} s in which nobody was stopped")
 
     def _why(self, name: str) -> str:
         failure = self._folder / f"{name}.failure"
