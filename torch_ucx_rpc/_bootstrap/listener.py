@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# getaddrinfo needs it; forked workers share it if it is imported before they are forked.
+import encodings.idna  # noqa: F401
 import errno
 import os
 import socket
