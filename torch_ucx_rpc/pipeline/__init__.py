@@ -26,8 +26,8 @@ On a worker:
 
 * ``_build``      the ways of a module to its worker
 * ``_backward``   the backward of a micro-batch, whole or in halves
-* ``_stage``      one stage: micro-batches forward and back
 * ``_messages``   messages between the driver and its workers
+* ``_stage``      one stage: micro-batches forward and back
 * ``_exchange``   values between stages, by channel
 * ``_run``        one call: its row of the schedule, action by action
 * ``_stages``     all stages of a worker, and the driver's orders to them
@@ -47,8 +47,7 @@ On the driver:
 * ``_scaler``     `GradScaler`
 * ``_optimizer``  `PipelineOptimizer`
 * ``_state``      the parts of a pipeline in a checkpoint
-* ``_trace``      a Chrome trace of a step
-* ``_table``      ``print(pipe)``
+* ``_show``       ``print(pipe)``, and a Chrome trace of a step
 * ``_driver``     `DistributedPipeline`
 
 A step: ``_driver`` checks it, ``_batches`` divides it, ``_recovery`` guards it, ``_crew`` sends an order to each

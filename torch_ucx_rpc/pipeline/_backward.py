@@ -7,7 +7,7 @@ summed in the order in which autograd would reach them, last stage first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -41,21 +41,14 @@ def whole(roots: Tensors, gradients: Sequence[Any]) -> None:
         torch.autograd.backward(list(roots), list(gradients))
 
 
-class HalfDone:
+class HalfDone(NamedTuple):
     """State that `inputs_half` leaves for `weights_half`."""
 
-    def __init__(
-        self,
-        roots: list[torch.Tensor],
-        gradients: list[Any],
-        groups: list[dict[str, Any]] | None,
-        beside: frozenset[Any] = frozenset(),
-    ) -> None:
-        self.roots = roots
-        self.gradients = gradients
-        self.groups = groups
-        # Nodes of the graph that outputs reach on a path without an input.
-        self.beside = beside
+    roots: list[torch.Tensor]
+    gradients: list[Any]
+    groups: list[dict[str, Any]] | None
+    beside: frozenset[Any] = frozenset()
+    """Nodes of the graph that outputs reach on a path without an input."""
 
 
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:

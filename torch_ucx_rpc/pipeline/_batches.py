@@ -10,11 +10,10 @@ import torch
 
 from torch_ucx_rpc.pipeline import _schedule
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._messages import Request
+from torch_ucx_rpc.pipeline._messages import Autocast, Request
 from torch_ucx_rpc.pipeline._recovery import Recovery
 from torch_ucx_rpc.pipeline._remote import RemoteModel
 from torch_ucx_rpc.pipeline._schedule import Schedules
-from torch_ucx_rpc.pipeline._stage import Autocast
 from torch_ucx_rpc.pipeline._values import Packet, batch_size, merge, pack, split
 from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
 

@@ -18,10 +18,9 @@ from torch.fx.graph_module import _format_import_block, _forward_from_src
 from torch.package.importer import sys_importer
 
 from torch_ucx_rpc._arguments import check_callable, wrong_value
-from torch_ucx_rpc.pipeline._errors import PipelineError
 from torch_ucx_rpc.pipeline._wiring import StageSpec
 
-__all__ = ["Built", "Traced", "cannot_be_rebuilt", "on_worker", "skeleton", "travels"]
+__all__ = ["Built", "Traced", "on_worker", "skeleton", "travels"]
 
 
 class Built:
@@ -195,13 +194,3 @@ def materialized(module: nn.Module, device: torch.device) -> nn.Module:
                         made[id(one)] = nn.Parameter(empty, one.requires_grad) if kind is part._parameters else empty
                     kind[name] = made[id(one)]
     return module
-
-
-def cannot_be_rebuilt(spec: StageSpec) -> PipelineError | None:
-    """Say why a stage cannot move to another worker, if so."""
-    if isinstance(spec.module, PyRRef):
-        return PipelineError(
-            f"stage {spec.index} was given as an RRef, which died with its owner: give it as Built(...), or as a "
-            f"module, so that another worker can build it"
-        )
-    return None

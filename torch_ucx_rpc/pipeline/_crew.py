@@ -48,7 +48,6 @@ from torch_ucx_rpc.pipeline._exchange import (
     encode,
     open_to_send,
     put,
-    worker_info,
 )
 from torch_ucx_rpc.pipeline._messages import Failure, Request
 
@@ -74,7 +73,7 @@ class Place:
         self.device = device
         self.host = name
         """Name of the `_host.Host` there, and of its box. Two places may be in one process."""
-        self.info = worker_info(worker)
+        self.info = rpc.get_worker_info(worker)
         self.is_here = worker == rpc.get_worker_info().name
         open_to_send(name)
         self.lost = False
@@ -192,16 +191,9 @@ class _Question:
 
 
 class Crew:
-    """The workers of one pipeline. It belongs to the driver's thread, except `tell` and `lose`.
+    """The workers of one pipeline. It belongs to the driver's thread, except `tell`, `lose` and `forget`.
 
-    Args:
-        places: worker and device of each row of the schedule.
-        worker_of: the row of each stage.
-        step_timeout: seconds that the workers may take for one message; None for no limit.
-
-    Attributes:
-        epoch: the present epoch.
-        stages_of: the stages of each row.
+    ``places`` has worker and device of each row of the schedule, and ``worker_of`` the row of each stage.
     """
 
     def __init__(
@@ -263,8 +255,7 @@ class Crew:
         self._epoch.messages.append(message)
         try:
             for row, orders in enumerate(encoded):
-                if (reason := self._put(self.places[row], message, orders)) is not None:
-                    self._epoch.give_up(row, reason)
+                self._put(row, message, orders)
         except BaseException:
             # Some workers have it, and the others do not.
             self._epoch.end(message.number)
@@ -273,24 +264,22 @@ class Crew:
             raise
         return message
 
-    def _put(self, place: Place, message: Message, orders: Any) -> str | None:
-        """Say why a worker does not take a message, if so."""
-        question, looked = _Question(place), time.monotonic()
-        reason = None
-        while reason is None:
+    def _put(self, row: int, message: Message, orders: Any) -> None:
+        """Put a message into the box of a worker, or give the worker up."""
+        place, watch = self.places[row], _Watch(self.places, math.inf)
+        while row not in self._epoch.gone:
             try:
                 put(place.host, self.epoch, place.worker, str(message.number), orders, _SLICE_S)
-                return None
+                return
             except EpochEnded:
-                return None  # a message before it has failed
+                return  # a message before it has failed
             except RuntimeError as error:
                 if was_lost(error):
-                    return str(error)
-                if not timed_out(error):
+                    self._epoch.give_up(row, str(error))
+                elif timed_out(error):
+                    watch.look([row], self._epoch, self._epoch.cut)
+                else:
                     raise
-            now = time.monotonic()
-            reason, looked = question.look(min(now - looked, 2 * _SLICE_S), self._epoch.cut), now
-        return reason
 
     def send_later(self, name: str, payload: Any) -> None:
         """Give an order without waiting for it: the next `settle` raises its failure."""

@@ -20,12 +20,11 @@ from torch_ucx_rpc._arguments import (
     wrong_type,
     wrong_value,
 )
-from torch_ucx_rpc.pipeline import _host, _table, _trace
+from torch_ucx_rpc.pipeline import _host, _show
 from torch_ucx_rpc.pipeline._batches import Batches, Done
 from torch_ucx_rpc.pipeline._crew import Crew
 from torch_ucx_rpc.pipeline._divide import divide
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._exchange import worker_info
 from torch_ucx_rpc.pipeline._function import call_with_autograd
 from torch_ucx_rpc.pipeline._optimizer import PipelineOptimizer
 from torch_ucx_rpc.pipeline._partition import close_to
@@ -148,7 +147,7 @@ class DistributedPipeline:
         self._batches = Batches(self._model, self._recovery, schedules, chunks)
         try:
             for worker, _ in spare_places:
-                rpc.rpc_sync(worker_info(worker), _host.prepare)
+                rpc.rpc_sync(rpc.get_worker_info(worker), _host.prepare)
         except BaseException:
             self._model.close()
             raise
@@ -364,15 +363,15 @@ class DistributedPipeline:
         Times come from the workers' clocks: between hosts they are as exact as these clocks agree.
         """
         self._check_loss("trace")
-        _trace.check_path(path)
+        _show.check_path(path)
         done = self._batches.step(args, kwargs, target, record=True)
-        _trace.write_chrome(path, done.events, [str(place) for place in self._crew.places])
+        _show.write_chrome(path, done.events, [str(place) for place in self._crew.places])
         return done.loss
 
     def __repr__(self) -> str:
         workers = [str(self._crew.places[row]) for row in self._crew.worker_of]
         infos = self._model.partition.infos
-        return _table.table(infos, workers, self._schedule, self.chunks, self.rematerialize)
+        return _show.table(infos, workers, self._schedule, self.chunks, self.rematerialize)
 
     @property
     def workers(self) -> list[str]:
@@ -420,7 +419,7 @@ def _place(argument: str, worker: Any) -> tuple[str, str]:
             f"{worker!r}: {device!r} is no device ({error}); write 'name/cuda:0', or only the name"
         ) from None
     try:
-        worker_info(name)
+        rpc.get_worker_info(name)
     except Exception:
         names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
         raise ValueError(

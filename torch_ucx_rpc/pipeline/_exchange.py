@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import _get_current_rpc_agent
-from torch.distributed.rpc.api import _to_worker_info
 from torch.distributed.rpc.internal import _internal_rpc_pickler
 
 from torch_ucx_rpc._workers.lost import timed_out, was_lost
@@ -21,7 +21,7 @@ from torch_ucx_rpc.channel._channel import slots
 from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.pipeline._values import to_device
 
-__all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode", "encode", "put", "worker_info"]
+__all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode", "encode", "put"]
 
 _CPU = torch.device("cpu")
 
@@ -39,11 +39,6 @@ class AbortedError(Exception):
 
 class LostPeerError(Exception):
     """A worker that a stage exchanges values with cannot be reached."""
-
-
-def worker_info(name: str) -> Any:
-    """Return the WorkerInfo of a worker. Raises torch's error if no worker has that name."""
-    return _to_worker_info(name)
 
 
 def encode(value: Any) -> tuple[list[torch.Tensor], bool]:
@@ -91,12 +86,7 @@ def close_to_send(box: str) -> None:
 
 class Box:
     """The channel at which values for one host, or for the driver, arrive. Only its owner advances it to the next
-    epoch.
-
-    Args:
-        name: name of the box, the same on all workers.
-        epoch: the first epoch.
-    """
+    epoch."""
 
     def __init__(self, name: str, epoch: int) -> None:
         self.name = name
@@ -125,11 +115,7 @@ class Box:
 class Exchange:
     """The values between the stages of a host and others. It belongs to the host's thread, except ``is_waiting``.
 
-    Args:
-        box: the host's box.
-        device: where its stages compute.
-        routes: worker and host of each stage.
-        is_called_off: whether the order that runs has been called off.
+    ``is_called_off`` tells whether the order that runs has been called off.
     """
 
     def __init__(
@@ -249,4 +235,4 @@ def _as_lost(worker: str, error: RuntimeError) -> Exception:
 
 def _has_device_map(worker: str) -> bool:
     """Tell whether tensors may go to that worker from devices. Otherwise they go by the CPU."""
-    return bool(_get_current_rpc_agent()._get_device_map(worker_info(worker)))
+    return bool(_get_current_rpc_agent()._get_device_map(rpc.get_worker_info(worker)))

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ucx_rpc.pipeline._stage import Autocast
 from torch_ucx_rpc.pipeline._values import Packet
 from torch_ucx_rpc.pipeline._wiring import StageSpec
 
-__all__ = ["Failure", "HostConfig", "Request"]
+__all__ = ["Autocast", "Failure", "HostConfig", "Request"]
+
+# (device type, dtype) of the autocast that was on where the step was called.
+Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 @dataclasses.dataclass

@@ -186,13 +186,14 @@ class Recovery:
 
     def _save(self, path: str | os.PathLike[str], asynchronous: bool) -> Any:
         from torch_ucx_rpc import checkpoint
+        from torch_ucx_rpc.pipeline import _state
 
         self._settle_save()
         self.synchronize()
         everything = self._everything()
         if self._spares:
             # A repetition may begin with a step of an optimizer.
-            everything["gradients"] = self._gradients()
+            everything["gradients"] = _state.gradients(self._crew.places)
         # Do not recover during a save: it would save the values that recovery has loaded.
         playing, self._playing = self._playing, True
         try:
@@ -235,12 +236,13 @@ class Recovery:
     def _begin_from(self, saved: _Checkpoint) -> None:
         """Restore the state of all at a save. Raises StageLostError if another worker is lost during it."""
         from torch_ucx_rpc import checkpoint
+        from torch_ucx_rpc.pipeline import _state
 
         try:
             # The driver's own random numbers go on, since its loop has not gone back.
             self._restore(saved.path, self._everything(saved.optimizers, here=False))
             if saved.has_gradients:
-                checkpoint.load({"gradients": self._gradients()}, saved.path)
+                checkpoint.load({"gradients": _state.gradients(self._crew.places)}, saved.path)
         except checkpoint.CheckpointError:
             # If the load failed because another worker was lost, this raises StageLostError.
             self.synchronize()
@@ -252,17 +254,12 @@ class Recovery:
         checkpoint.load(everything, path)
         self._model.on_loaded()
 
-    def _gradients(self) -> Any:
-        from torch_ucx_rpc.pipeline._state import Gradients
-
-        return Gradients(self._crew.places)
-
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
         """Return the parts of a checkpoint; model and optimizers, or only the first, under their usual names."""
-        from torch_ucx_rpc.pipeline._state import RandomState
+        from torch_ucx_rpc.pipeline import _state
 
         everything: dict[str, Any] = {"model": self._model}
         for number, optimizer in enumerate(self._model.optimizers[:optimizers]):
             everything["optim" if number == 0 else f"optim{number}"] = optimizer
-        everything["random"] = RandomState(self._crew.places, here)
+        everything["random"] = _state.random_state(self._crew.places, here)
         return everything

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 from torch import nn
+from torch._C._distributed_rpc import PyRRef
 
 from torch_ucx_rpc.pipeline import _build, _host
 from torch_ucx_rpc.pipeline._crew import Crew, tell
@@ -24,13 +25,6 @@ class RemoteModel:
     """The stages of a pipeline. It belongs to the driver's thread.
 
     After StageLostError it is unusable until `replace` and the load of a checkpoint.
-
-    Args:
-        crew: the workers.
-        partition: the model, divided into stages.
-        loss: function of output and target.
-        rematerialize: compute activations again on the way back.
-        training: whether the model was given in training mode.
     """
 
     def __init__(
@@ -140,8 +134,11 @@ class RemoteModel:
             raise ValueError(f"no stage runs on {worker!r}; the stages run on {names}")
         for row in rows:
             for stage in crew.stages_of[row]:
-                if (error := _build.cannot_be_rebuilt(self.specs[stage])) is not None:
-                    raise error
+                if isinstance(self.specs[stage].module, PyRRef):
+                    raise PipelineError(
+                        f"stage {stage} was given as an RRef, which died with its owner: give it as Built(...), or as "
+                        f"a module, so that another worker can build it"
+                    )
         crew.renew()
         self.crews += 1
         for row in rows:

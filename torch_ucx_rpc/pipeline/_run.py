@@ -142,18 +142,7 @@ class Run:
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()
-        sent, loss = stage.forward(
-            (request.call, number),
-            packets,
-            grad=request.grad,
-            autocast=request.autocast,
-            target=request.targets[number] if is_last and request.targets is not None else None,
-            micro_batches=request.micro_batches,
-            scale=request.scale,
-            to_driver=request.to_driver and is_last,
-            shows_output=request.shows_output and is_last,
-            goes_back_next=goes_back_next,
-        )
+        sent, loss = stage.forward(request, number, packets, is_last=is_last, goes_back_next=goes_back_next)
         self._record(action, begin)
         for target, packet in sent.items():
             if target != DRIVER:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch_ucx_rpc._arguments import check_count, check_number, check_type, wrong_type, wrong_value
 
 __all__ = ["GradScaler"]
-
-
-class _Scaled(Protocol):
-    """A `PipelineOptimizer`, with gradients of a loss that was scaled."""
-
-    def divide_gradients(self, scale: float) -> bool:
-        """Divide the gradients of its parameters. Returns whether all are finite."""
 
 
 class GradScaler:
@@ -82,7 +75,7 @@ class GradScaler:
             self._begin()
         return self._scale
 
-    def unscale_(self, optimizer: _Scaled) -> None:
+    def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of an optimizer's parameters by the scale now. Its next step does not divide them again.
 
         Raises RuntimeError if it has been called since the optimizer's last step.
@@ -95,7 +88,7 @@ class GradScaler:
             raise RuntimeError("unscale_() has been called for this optimizer already since its last step")
         self._finite[id(optimizer)] = optimizer.divide_gradients(self._before[0])
 
-    def before_step(self, optimizer: _Scaled) -> bool:
+    def before_step(self, optimizer: Any) -> bool:
         """Set the next scale. Returns whether an optimizer is to step. ``optimizer.step(scaler=...)`` calls this."""
         if id(optimizer) in self._stepped or id(optimizer) not in self._finite:
             self.unscale_(optimizer)

@@ -15,13 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_ucx_rpc.pipeline import _backward
+from torch_ucx_rpc.pipeline._messages import Autocast, Request
 from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device, unpack
 from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT, Edge, StageSpec, fill
 
-__all__ = ["Autocast", "Loss", "Stage"]
-
-# (device type, dtype) of the autocast that was on where the step was called.
-Autocast = tuple[tuple[str, torch.dtype], ...]
+__all__ = ["Loss", "Stage"]
 
 
 class Loss(NamedTuple):
@@ -49,15 +47,7 @@ class _Graph:
 
 
 class Stage:
-    """A stage with its module on its device.
-
-    Args:
-        spec: the stage as the driver describes it.
-        module: the module itself.
-        device: device of the module.
-        rematerialize: whether activations are computed again on the way back rather than kept.
-        loss: the last stage's ``loss(output, target)``.
-    """
+    """A stage with its module on its device."""
 
     def __init__(
         self,
@@ -125,48 +115,44 @@ class Stage:
 
     def forward(
         self,
-        key: tuple[int, int],
+        request: Request,
+        number: int,
         packets: dict[int, Packet],
         *,
-        grad: bool,
-        autocast: Autocast = (),
-        target: tuple[Any, ...] | None = None,
-        micro_batches: int = 1,
-        scale: float | None = None,
-        to_driver: bool = False,
-        shows_output: bool = False,
-        goes_back_next: bool = False,
+        is_last: bool,
+        goes_back_next: bool,
     ) -> tuple[dict[int, Packet], Loss | None]:
-        """Run the forward of one micro-batch. Returns a packet for each stage that uses the output, and for `DRIVER` if
-        it wants the output, which has a backward only with ``to_driver``; and the loss.
+        """Run the forward of a call's micro-batch. Returns a packet for each stage that uses the output, and for
+        `DRIVER` if it wants the output, which has a backward only with ``to_driver``; and the loss.
 
-        ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, the state
-        for the backward is kept under ``key``. ``goes_back_next``: this stage's next action is the backward of this
-        micro-batch, so its activations are kept even with rematerialization.
+        ``goes_back_next``: this stage's next action is the backward of this micro-batch, so its activations are kept
+        even with rematerialization.
         """
+        grad = request.grad
+        target = request.targets[number] if is_last and request.targets is not None else None
         rematerialize = self.rematerialize and grad and not goes_back_next
         arrived, collected = {}, {}
         for source, packet in packets.items():
             arrived[source], collected[source] = unpack(packet, self.device, grad)
         graph = _Graph(collected, {})
-        if autocast or torch.is_grad_enabled() != grad:
+        if request.autocast or torch.is_grad_enabled() != grad:
             # Grad mode belongs to the thread, so another stage may have left it in any state.
-            with torch.set_grad_enabled(grad), _autocast(autocast):
+            with torch.set_grad_enabled(grad), _autocast(request.autocast):
                 output, result, loss = self._output(arrived, rematerialize, target)
         else:
             output, result, loss = self._output(arrived, rematerialize, target)
         sent: dict[int, Packet] = {}
         for edge in self.spec.edges_out:
             sent[edge.target], graph.sent[edge.target] = pack(_part(output, edge))
-        if to_driver:
+        if is_last and request.to_driver:
             sent[DRIVER], graph.sent[DRIVER] = pack(result)
-        elif shows_output:
+        elif is_last and request.shows_output:
             sent[DRIVER], _ = pack(result)
         if grad:
             if loss is not None:
                 graph.loss = loss.value
-                graph.seed = self._seed(loss, key[0], micro_batches, scale)
-            self.graphs[key] = graph
+                graph.seed = self._seed(loss, request)
+            self.graphs[request.call, number] = graph
         return sent, None if loss is None else Loss(loss.value.detach(), loss.counted)
 
     def _output(
@@ -182,20 +168,20 @@ class Stage:
         assert self.loss is not None
         return output, result, _loss_of(self.loss(result, *to_device(target, self.device)), self.loss)
 
-    def _seed(self, loss: Loss, call: int, micro_batches: int, scale: float | None) -> torch.Tensor:
+    def _seed(self, loss: Loss, request: Request) -> torch.Tensor:
         """Return the gradient with which the backward begins: the same for all micro-batches, and for most steps."""
-        divisor: float = micro_batches
+        divisor: float = request.micro_batches
         if loss.counted is not None:
             # The count of the whole batch is not known yet: let each micro-batch count as the first one does. The
             # driver then sends the factor that corrects the gradients.
-            if self._first_count[0] != call:
-                self._first_count = call, loss.counted or 1.0
+            if self._first_count[0] != request.call:
+                self._first_count = request.call, loss.counted or 1.0
             divisor *= self._first_count[1]
-        key = loss.value.dtype, divisor, scale
+        key = loss.value.dtype, divisor, request.scale
         if self._last_seed is None or self._last_seed[0] != key:
             # Autograd divides in the same way if backward() is called on the mean over the micro-batches.
             seed = torch.ones_like(loss.value) / divisor
-            self._last_seed = key, seed if scale is None else seed * scale
+            self._last_seed = key, seed if request.scale is None else seed * request.scale
         return self._last_seed[1]
 
     def _call(self, arrived: dict[int, Any], rematerialize: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -13,19 +13,18 @@ from torch_ucx_rpc.checkpoint.optimizers import check_groups, room_for
 from torch_ucx_rpc.pipeline import _host
 from torch_ucx_rpc.pipeline._crew import Place
 
-__all__ = ["Gradients", "RandomState", "model_parts", "optimizer_parts"]
+__all__ = ["gradients", "model_parts", "optimizer_parts", "random_state"]
 
 Path = tuple[Any, ...]
 
 
-class Groups(Protocol):
-    """The parameter groups of an optimizer, from the driver."""
+class Parts(NamedTuple):
+    """What `torch_ucx_rpc.checkpoint` saves and loads by its parts."""
 
-    def groups_by_name(self) -> list[dict[str, Any]]:
-        """Return the groups, each with the names of its parameters in the undivided model."""
+    parts: list[Part]
 
-    def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take the values of other groups; the parameters stay."""
+    def checkpoint_parts(self) -> list[Part]:
+        return self.parts
 
 
 def model_parts(places: Sequence[Place]) -> list[Part]:
@@ -57,34 +56,27 @@ def _set_model_state(name: str, state: dict[str, Any]) -> None:
             stage.module.load_state_dict(extra, strict=False)
 
 
-def optimizer_parts(places: Sequence[Place], number: int, groups: Groups) -> list[Part]:
-    parts = [
-        Part(place.worker, _optimizer_state, _optimizer_room, _set_optimizer_state, (place.host, number))
-        for place in places
-    ]
+def optimizer_parts(places: Sequence[Place], number: int, optimizer: Any) -> list[Part]:
+    """The parts of a `PipelineOptimizer`: its groups are with the driver, and its state on the workers."""
+
+    def groups() -> dict[str, Any]:
+        return {"param_groups": optimizer.groups_by_name()}
+
+    def groups_room(saved: Mapping[Path, Any]) -> dict[str, Any]:
+        check_groups(len(optimizer.param_groups), saved)
+        return room_for({path: kind for path, kind in saved.items() if path[0] == "param_groups"}, {})
+
+    def set_groups(state: dict[str, Any]) -> None:
+        if "param_groups" in state:
+            optimizer.load_groups(state["param_groups"])
+
     return [
-        Part(
-            None,
-            lambda: _groups(groups),
-            lambda saved: _groups_room(groups, saved),
-            lambda state: _set_groups(groups, state),
+        Part(None, groups, groups_room, set_groups),
+        *(
+            Part(place.worker, _optimizer_state, _optimizer_room, _set_optimizer_state, (place.host, number))
+            for place in places
         ),
-        *parts,
     ]
-
-
-def _groups(groups: Groups) -> dict[str, Any]:
-    return {"param_groups": groups.groups_by_name()}
-
-
-def _groups_room(groups: Groups, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    check_groups(len(groups.groups_by_name()), saved)
-    return room_for({path: kind for path, kind in saved.items() if path[0] == "param_groups"}, {})
-
-
-def _set_groups(groups: Groups, state: dict[str, Any]) -> None:
-    if "param_groups" in state:
-        groups.load_groups(state["param_groups"])
 
 
 def _optimizer_state(name: str, number: int) -> dict[str, Any]:
@@ -101,21 +93,11 @@ def _set_optimizer_state(name: str, number: int, state: dict[str, Any]) -> None:
     _host.find(name).set_optimizer_state(number, state.get("state", {}))
 
 
-class Gradients:
-    """Gradients that no optimizer has used yet.
-
-    Args:
-        places: where the rows of the schedule run.
-    """
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-
-    def checkpoint_parts(self) -> list[Part]:
-        return [
-            Part(place.worker, _gradients, _gradients_room, _set_gradients, (place.host,), True)
-            for place in self._places
-        ]
+def gradients(places: Sequence[Place]) -> Parts:
+    """Gradients that no optimizer has used yet."""
+    return Parts(
+        [Part(place.worker, _gradients, _gradients_room, _set_gradients, (place.host,), True) for place in places]
+    )
 
 
 def _gradients(name: str) -> dict[str, Any]:
@@ -141,24 +123,16 @@ def _set_gradients(name: str, state: dict[str, Any]) -> None:
             one.grad = gradient[0].to(one.device) if isinstance(gradient, tuple) else gradient
 
 
-class RandomState:
-    """The generators of a pipeline's workers, so that dropout continues exactly.
-
-    Args:
-        places: where the rows of the schedule run.
-        here: whether the generators of the driver's process are included, if it runs a stage.
-    """
-
-    def __init__(self, places: Sequence[Place], here: bool = True) -> None:
-        self._places = places
-        self._here = here
-
-    def checkpoint_parts(self) -> list[Part]:
-        return [
+def random_state(places: Sequence[Place], here: bool) -> Parts:
+    """The generators of the workers, so that dropout continues exactly. ``here``: also those of the driver's process,
+    if it runs a stage."""
+    return Parts(
+        [
             Part(place.worker, _random_state, _random_template, _set_random_state, (row, place.device), True)
-            for row, place in enumerate(self._places)
-            if self._here or not place.is_here
+            for row, place in enumerate(places)
+            if here or not place.is_here
         ]
+    )
 
 
 def _random_state(row: int, device: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Chrome trace of a step: it shows which stage did which micro-batch when."""
+"""A pipeline as text: ``print(pipe)``, and a Chrome trace of a step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_ucx_rpc.pipeline._partition import StageInfo
 from torch_ucx_rpc.pipeline._schedule import Action
 
-__all__ = ["check_path", "write_chrome"]
+__all__ = ["check_path", "table", "write_chrome"]
+
+_HEAD = ("stage", "worker", "layers", "parameters", "profiled ms")
+
+
+def table(infos: Sequence[StageInfo], workers: Sequence[str], schedule: str, chunks: int, rematerialize: bool) -> str:
+    """Lines with the columns of ``_HEAD``; the last column only for profiled layers."""
+    rows = [
+        (
+            str(stage),
+            worker,
+            info.layers,
+            "?" if info.parameters is None else f"{info.parameters:,}",
+            "" if info.milliseconds is None else f"{info.milliseconds:.2f}",
+        )
+        for stage, (info, worker) in enumerate(zip(infos, workers, strict=True))
+    ]
+    columns = len(_HEAD) if any(row[-1] for row in rows) else len(_HEAD) - 1
+    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(columns)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            row[column].rjust(width) if column in {0, 3, 4} else row[column].ljust(width)
+            for column, width in enumerate(widths)
+        ]
+        return "  ".join(cells).rstrip()
+
+    name = schedule if "\n" not in schedule and len(schedule) < 40 else "given as text"
+    head = f"DistributedPipeline: schedule {name}, {chunks} micro-batches" + (
+        ", activations rematerialized" if rematerialize else ""
+    )
+    return "\n".join([head, line(_HEAD), *map(line, rows)])
+
 
 # Actions of each worker, with their begin and end in seconds.
 Events = Sequence[Sequence[tuple[Action, float, float]]]
