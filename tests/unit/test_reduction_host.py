@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from torch_ucx_rpc.reduction._host import Host, Shard
@@ -35,3 +36,18 @@ def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
     assert host._prepare(opening, 1).step == 2
     assert early.wait()[0].tolist() == [-2.0, -2.0]
     assert host.parameters(KEY, 1, spec, 2).wait()[0].tolist() == [-2.0, -2.0]
+
+
+def test_requests_for_parameters_that_are_lost_fail() -> None:
+    optimizer = pickle.dumps(functools.partial(torch.optim.SGD, lr=1.0))
+    spec = Spec("server", ("host0", "host1"), 1, optimizer, None, 1)
+    host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None}))
+    host.fill(KEY, 1, spec, [torch.zeros(2)])
+    opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
+    host._prepare(opening, 1)
+    early = host.parameters(KEY, 1, spec, 9)
+    # Others have gone on without this host, and nobody has saved.
+    with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):
+        host._prepare(opening._replace(generation=99, step=9, committed=88), 1)
+    with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):
+        early.wait()

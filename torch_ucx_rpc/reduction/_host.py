@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc._workers.members import Epoch, Group
 from torch_ucx_rpc.channel import Channel
@@ -95,10 +96,19 @@ class Shard:
 
     def take_requests(self, former: Shard) -> None:
         """Take over the requests to a shard that is dropped."""
-        with former.lock:
-            waiting, former._waiting = former._waiting, []
+        waiting = former._drop_requests()
         with self.lock:
             self._waiting += waiting
+
+    def refuse(self, error: RuntimeError) -> None:
+        """Fail the requests that wait, since this shard is dropped."""
+        for _, future in self._drop_requests():
+            fail(future, error)
+
+    def _drop_requests(self) -> list[tuple[int, Future[list[Tensor]]]]:
+        with self.lock:
+            waiting, self._waiting = self._waiting, []
+        return waiting
 
     def tell(self) -> None:
         """Answer requests that wait for the present step."""
@@ -247,7 +257,10 @@ class Host:
                 former = self._shards.pop((key, number))
             shard = self._find(key, number, opening.spec)
         if shard is None:
-            raise RuntimeError(self._lost(key))
+            error = RuntimeError(self._lost(key))
+            if former is not None:
+                former.refuse(error)
+            raise error
         if former is not None:
             shard.take_requests(former)
         if not is_same:
