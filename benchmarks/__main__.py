@@ -76,7 +76,7 @@ def load(name: str) -> harness.Benchmark:
 
 
 def load_or_tell(name: str) -> harness.Benchmark | None:
-    """None, with the reason on stderr, if an import of the benchmark is missing or broken."""
+    """Return the benchmark. None, with the reason on stderr, if an import of it is missing or broken."""
     try:
         return load(name)
     except Exception:
@@ -85,7 +85,7 @@ def load_or_tell(name: str) -> harness.Benchmark | None:
 
 
 def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advance: Advance) -> harness.Result:
-    """The result of a benchmark. If it crashes outside of its contenders, all of them have failed."""
+    """Return the result of a benchmark. If it crashes outside of its contenders, all of them have failed."""
 
     def say(contender: str, figures: harness.Figures) -> None:
         if not sys.stderr.isatty():  # into a log: an interrupted run has printed its findings
@@ -102,7 +102,7 @@ def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advanc
 @contextlib.contextmanager
 def progress(chosen: Mapping[str, harness.Benchmark], rounds: int | None) -> Iterator[Advance]:
     """A bar on a terminal, which shows the contender that is being measured."""
-    # Only runs of benchmarks need it; the tables are written, and checked, without it.
+    # Only runs of benchmarks need rich; the tables are written, and checked, without it.
     from tqdm import tqdm
 
     total = 0

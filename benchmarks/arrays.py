@@ -29,7 +29,7 @@ def echo(array: np.ndarray) -> np.ndarray:
 
 
 def echo_us(array: np.ndarray, count: int) -> list[float]:
-    """How long each of ``count`` echoes takes, sorted."""
+    """Return the durations of ``count`` echoes, sorted."""
     return harness.durations_us(lambda: rpc.rpc_sync("worker1", echo, (array,)), count)
 
 
@@ -37,7 +37,7 @@ def measure(type_: type[np.ndarray]) -> harness.Figures:
     figures = {}
     for name, size, calls in (("1 KB", 1000, 1000), ("1 MiB", MIB, 100), ("64 MiB", LARGE, 5)):
         array = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8).view(type_)
-        returned = rpc.rpc_sync("worker1", echo, (array,))  # and warms
+        returned = rpc.rpc_sync("worker1", echo, (array,))  # also warms up
         assert type(returned) is type_
         assert np.array_equal(returned, array)
         del returned

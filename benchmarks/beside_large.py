@@ -20,7 +20,7 @@ from benchmarks.small_calls import nothing
 GIB = 2**30
 SIZE = 2**26
 SECONDS = 2.0
-# A call beside the echoes of TensorPipe takes 35 ms.
+# With TensorPipe a call beside the echoes takes 35 ms.
 CALLS = harness.FEWEST_FOR_P99
 
 

@@ -46,7 +46,7 @@ def pause() -> harness.Figures:
     pipe = _pipe(2, 2 * LAYERS)
     waits, pauses = [], []
     with tempfile.TemporaryDirectory() as folder:
-        # The first one of each kind gets memory and folder ready.
+        # The first save of each kind gets memory and folder ready.
         for _ in range(SAVES + 1):
             waits.append(_seconds(lambda: checkpoint.save({"model": pipe}, Path(folder, "waited")))[0])
             took, future = _seconds(lambda: checkpoint.save({"model": pipe}, Path(folder, "behind"), asynchronous=True))
@@ -91,7 +91,7 @@ def memory() -> harness.Figures:
             most: int = max(rpc.rpc_sync(worker, peak_and_present_bytes)[0] - before[worker] for worker in workers)
             return most / own
 
-        # Both once before: imports are not part of the model.
+        # Save and load once before, so that imports do not count.
         checkpoint.save({"model": pipe}, Path(folder, "first"))
         checkpoint.load({"model": pipe}, Path(folder, "first"))
         saving = growth(lambda: checkpoint.save({"model": pipe}, Path(folder, "second")))

@@ -27,7 +27,7 @@ IN_FLIGHT = [1, 10, 100, 1_000, 10_000]
 # Memory is measured in new processes for each: pools that are warm hide what a size costs.
 MEMORY_SIZES = [1, 2**18, 2**22 + 1, 2**26, 2**30]
 WORKERS = [2, 4, 8, 16, 24, 32, 64]
-TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # the life of larger jobs ends in errors there
+TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # larger jobs of TensorPipe end in errors
 
 
 def memory_of(work: int) -> str:

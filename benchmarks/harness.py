@@ -55,7 +55,7 @@ class Figure:
 
 
 class Contender(Protocol):
-    """Is started by ``with``, then measured any number of times."""
+    """``with`` starts a contender, which is then measured any number of times."""
 
     name: str
 
@@ -84,7 +84,7 @@ class Benchmark:
 
 
 def durations_us(call: Callable[[], object], count: int) -> list[float]:
-    """The times of ``count`` calls, sorted, in microseconds; for p50 and p99."""
+    """Return the times of ``count`` calls, sorted, in microseconds; for p50 and p99."""
     durations = []
     for _ in range(count):
         started = time.perf_counter()
@@ -132,7 +132,7 @@ class Result:
         return statistics.median(values) if values else None
 
     def verdicts(self) -> Iterator[Verdict]:
-        """A verdict for each bound that was measured. A bound whose contenders have failed is missed."""
+        """Return a verdict for each bound that was measured. A bound whose contenders have failed is missed."""
         for figure in self.benchmark.figures:
             for bound in figure.bounds:
                 if bound.must is None:
@@ -187,7 +187,7 @@ def run(
             with failing_alone(contender.name):
                 alive.enter_context(contender)
         for turn in range(rounds or benchmark.rounds):
-            # Every other round in reverse: no contender always follows the same neighbour.
+            # Every other round runs in reverse, so that no contender always follows the same neighbour.
             for contender in contenders if turn % 2 == 0 else reversed(contenders):
                 on_step(contender.name)
                 if contender.name not in result.failures:
@@ -212,7 +212,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(result: Result) -> Iterator[str]:
-    """The lines of a Markdown table: figures, contenders, ratios with their bounds."""
+    """Return the lines of a Markdown table: figures, contenders, ratios with their bounds."""
     names = list(result.rounds)
     titles = [f"{name} (failed)" if name in result.failures else name for name in names]
     rounds = max(map(len, result.rounds.values()), default=0)

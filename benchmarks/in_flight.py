@@ -36,7 +36,7 @@ def resident_mib(peak: bool) -> float:
 
 
 def forget_peak() -> float:
-    """Resident memory now, from where the peak is counted."""
+    """Return the present resident memory, and reset the peak."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return resident_mib(peak=False)
 

@@ -59,7 +59,7 @@ UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lane
 TENSORPIPE_UV = Transport(
     "TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
 )
-# On one host either may be the faster one.
+# On one host either transport of TensorPipe may be the faster one.
 ON_ONE_HOST = (UCX, TENSORPIPE, TENSORPIPE_UV)
 TRANSPORTS = (UCX, TENSORPIPE, UCX_TCP, TENSORPIPE_UV)
 
@@ -229,7 +229,7 @@ class RpcJob:
         return content
 
     def _failure(self, reason: str) -> ContenderFailed:
-        """Its workers are killed: they would take time from the contenders that are left."""
+        """The job's workers are killed, since they would take time from the other contenders."""
         self._has_failed = True
         for process in self._processes:
             process.kill()
@@ -255,7 +255,7 @@ class RpcJob:
 
 
 class FreshRpcJob:
-    """The same with new processes every round, for effects of the first time."""
+    """The same job with new processes every round, for effects of the first time."""
 
     def __init__(
         self,

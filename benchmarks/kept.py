@@ -58,7 +58,7 @@ class Record:
 
 
 def circumstances() -> dict[str, Any]:
-    """The machine and the versions, without which a figure means nothing."""
+    """Return the machine and the versions, without which a figure means nothing."""
     import torch
 
     import torch_ucx_rpc
@@ -105,7 +105,7 @@ def _output(*command: str) -> str:
 
 
 def configuration() -> dict[str, dict[str, Any]]:
-    """The settings of each transport, by its name."""
+    """Return the settings of each transport, by its name."""
     return {
         transport.name: {"backend": transport.backend, **transport.environment, **transport.options}
         for transport in jobs.TRANSPORTS

@@ -29,7 +29,8 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def echo_us(tensor: torch.Tensor, count: int) -> list[float]:
-    """How long each of ``count`` echoes takes, sorted. An answer dies before the next call, as where it is used up."""
+    """Return the durations of ``count`` echoes, sorted. An answer dies before the next call, as in a program that uses
+    it up."""
     return harness.durations_us(lambda: rpc.rpc_sync("worker1", echo, (tensor,)), count)
 
 
@@ -54,7 +55,7 @@ def measure_memcpy() -> harness.Figures:
 def ucx_perftest(
     size: int, iterations: int, test: str = "ucp_am_bw", lanes: str = "self,sysv,posix,tcp", memory: str = "host"
 ) -> float:
-    """Bandwidth between two processes on this host as UCX's own benchmark sees it, in GiB/s.
+    """Return the bandwidth between two processes on this host by UCX's own benchmark, in GiB/s.
 
     A test of latency (``ucp_am_lat``) gives the bandwidth of messages that wait for each other, as those of an echo do.
     """
@@ -89,7 +90,8 @@ def ucx_perftest(
 
 
 def perftest_environment(libraries: Path, lanes: str) -> dict[str, str]:
-    """An environment in which the loader finds the UCX in ``libraries``, beside the folders that it has already."""
+    """Return an environment in which the loader finds the UCX in ``libraries``, beside the folders that it has
+    already."""
     others = os.environ.get("LD_LIBRARY_PATH", "")
     path = f"{libraries}:{others}" if others else str(libraries)
     return {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": path}

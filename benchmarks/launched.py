@@ -27,12 +27,12 @@ LIMIT_S = 300
 
 FORK = jobs.UCX.name
 EXEC, UCX_TORCHRUN = "UCX, exec", "UCX, torchrun"
-# Under torchrun too.
+# This contender runs under torchrun too.
 TENSORPIPE = jobs.TENSORPIPE_UV.name
 
 
 def job(launcher: tuple[str, ...], workers: int, *program: str) -> tuple[float, str]:
-    """Seconds from the command to its end, and what the workers have written."""
+    """Return the seconds from the command to its end, and what the workers have written."""
     command = [sys.executable, *launcher, str(workers), *program]
     started = time.perf_counter()
     with subprocess.Popen(

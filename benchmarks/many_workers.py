@@ -125,7 +125,7 @@ def lives(transport: jobs.Transport, *sizes: int) -> harness.Figures:
 
 
 def start_fork_server() -> None:
-    """Its own start, which imports torch, counts for no worker."""
+    """Start the fork server, so that its import of torch counts for no worker."""
     process = jobs.PROCESSES.Process(target=nothing)
     process.start()
     process.join()

@@ -61,7 +61,7 @@ def step_ms(step: Callable[[], object], count: int = STEPS) -> float:
 
 
 class Shard(nn.Module):
-    """As in the tutorial: fetches its input from its owner."""
+    """The stage fetches its input from its owner, as in the tutorial."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ IN_ONE_PROCESS = "torch, one process"
 
 
 def peak_and_present_bytes() -> tuple[float, float]:
-    """Peak of this process's memory, and its present size."""
+    """Return the peak of this process's memory, and its present size."""
     now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024.0 * int(peak.split()[1]), float(now)
@@ -372,7 +372,7 @@ def rematerialization() -> harness.Figures:
             pipe.step(batch)
             times[again] = time.perf_counter() - begin
         ratios.append(times[True] / times[False])
-    # On a worker of its own, which never has memory that is free and not given back.
+    # The measurement has a worker of its own, which gives freed memory back at once.
     rpc.rpc_sync("worker2", _count_exactly)
     for again, pipe in _both_ways("worker2").items():
         rpc.rpc_sync("worker2", forget_peak)

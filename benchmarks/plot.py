@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-# Text as text: outlines of its letters would be most of a file.
+# Text stays text: outlines of its letters would be most of a file.
 matplotlib.rcParams["svg.fonttype"] = "none"
 # The ids of its parts would be random, and each drawing of the same figures another file.
 matplotlib.rcParams["svg.hashsalt"] = "torch_ucx_rpc"
@@ -45,7 +45,7 @@ def draw(
     all_xs: set[float] = set()
     for contender, turns in rounds.items():
         points = []
-        # A contender that has failed lacks some, or all.
+        # A contender that has failed lacks some figures, or all.
         for name in dict.fromkeys(name for turn in turns for name in turn):
             x = x_of(name)
             if x is not None:

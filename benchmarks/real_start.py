@@ -110,7 +110,7 @@ def work(rank: int, workers: int, url: str, orders: socket.socket) -> None:
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
         orders.sendall(json.dumps({"cpu": cpu_s() - before}).encode() + b"\n")
         orders.recv(1)
-        # A step of its own: it takes a worker longer than init_rpc.
+        # The import is a step of its own, since it takes a worker longer than init_rpc.
         orders.sendall(json.dumps({"memory": private_mib()}).encode() + b"\n")
         orders.recv(1)
         rpc.shutdown()
@@ -136,7 +136,7 @@ def loopback_bytes() -> int:
 
 
 def measure(package: Path, workers: int) -> dict[str, float]:
-    # Then only the Store uses the loopback interface.
+    # With this setting only the Store uses the loopback interface.
     environ = {**os.environ, "PYTHONPATH": str(package), "UCX_TLS": "sm,self", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--job", str(workers)]
     done = subprocess.run(command, env=environ, cwd=package, stdout=subprocess.PIPE, check=True, timeout=2 * LIMIT_S)

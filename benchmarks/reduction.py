@@ -62,7 +62,7 @@ class Wide(nn.Module):
 
 
 class Sum:
-    """Waits for all trainers, in the threads of their calls."""
+    """Calls of trainers wait here, each in its own thread, for all trainers."""
 
     def __init__(self) -> None:
         self.arrived = threading.Condition()

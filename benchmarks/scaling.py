@@ -26,7 +26,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 MIB = 1 << 20
-# For each step of a worker.
+# The limit of each step of a worker.
 LIMIT_S = 600
 
 
@@ -58,7 +58,7 @@ def work(rank: int, size: int, store: str, orders: Connection) -> None:
 
 
 def run(size: int) -> dict[str, list[dict[str, float]]]:
-    """The report of each worker after each step."""
+    """Return the report of each worker after each step."""
     spawn = mp.get_context("spawn")
     steps = {}
     # Held, without listening, it is free for rank 0 alone.
@@ -81,7 +81,7 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
             for ours, _ in ends:
                 ours.send(step)
             steps[step] = [receive(ours, step) for ours, _ in ends]
-            # The time of all calls together, with the last one.
+            # The last entry is the time of all workers together.
             steps[step].append({"seconds": time.perf_counter() - started})
         for ours, _ in ends:
             ours.send(None)

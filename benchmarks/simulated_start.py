@@ -63,7 +63,7 @@ class Clock:
         self._resumed = 0.0
 
     def wait(self) -> None:
-        """Until another worker calls `wake` for this one."""
+        """Wait until another worker calls `wake` for this one."""
         parent = getcurrent().parent
         assert parent is not None
         parent.switch()
@@ -79,7 +79,7 @@ class Clock:
         self._push(at, worker)
 
     def run(self) -> None:
-        """Until all have ended."""
+        """Run until all have ended."""
         while self._queue:
             self.now, _, worker = heapq.heappop(self._queue)
             self._resumed = time.thread_time()

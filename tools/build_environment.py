@@ -54,7 +54,7 @@ def setup_cfg() -> configparser.ConfigParser:
 
 
 def requirements(group: str) -> list[str]:
-    """The requirement strings of `build`, of `install`, or of an extra, from the file that owns them."""
+    """Return the requirement strings of `build`, of `install`, or of an extra, from the file that owns them."""
     if group == "build":
         # A list of strings reads the same in TOML as in Python, and 3.10 has no parser of TOML but pip's. A process
         # that has imported pip cannot import setuptools any more, nor what does so, as parts of torch.
@@ -108,7 +108,7 @@ def check_python() -> None:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a package is, without importing it; None also for a folder that an uninstalled one left behind."""
+    """Return a package's folder, without importing it; None also for one that an uninstalled package left."""
     spec = importlib.util.find_spec(name)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -156,7 +156,7 @@ def check_compiler() -> None:
 
 
 def check_setuptools() -> None:
-    """pip --no-build-isolation takes the installed one, and new virtual environments come with an old one."""
+    """pip --no-build-isolation takes the installed setuptools, and new virtual environments come with an old one."""
     wanted = next(line for line in requirements("build") if line.startswith("setuptools"))
     found = importlib.metadata.version("setuptools")
     if int(found.split(".")[0]) < int(wanted.split(">=")[1]):
@@ -275,7 +275,7 @@ def ucx_of_wheel() -> tuple[Path, Path] | None:
 
 def ucx_of_conda() -> tuple[Path, Path] | None:
     prefix = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
-    # Both: Debian has the headers in /usr/include too, but the library in a folder of the architecture.
+    # Ask for both folders: Debian has the headers in /usr/include too, but the library in a folder of the architecture.
     needed = (prefix / "include" / "ucp" / "api" / "ucp.h", prefix / "lib" / "libucp.so")
     return (prefix / "include", prefix / "lib") if all(path.exists() for path in needed) else None
 
@@ -299,7 +299,7 @@ def ucx_of_system() -> tuple[Path, Path] | None:
 
 
 def facts(ucx: str) -> dict[str, str]:
-    """Everything CMake needs to know; raises Missing for the first thing that is not there.
+    """Return everything that CMake needs to know. Raises Missing for the first thing that is not there.
 
     `ucx` is the value of TORCH_UCX_RPC_UCX: "wheel", "system", or "" for whichever there is.
     """

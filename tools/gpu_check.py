@@ -237,7 +237,7 @@ class Check(Supervisor):
                 return test.with_suffix(".hangs").exists() and "::test_passes" in printed and " PASSED " in printed
 
             try:
-                # However long a busy machine takes to get there.
+                # There is no limit of time, since a busy machine takes long to get there.
                 self.pytest("-n", "2", "--rootdir", folder, test, at_most_s=1, since=is_hanging)
             except Failed as failed:
                 found = failed.found or {}
@@ -250,7 +250,7 @@ class Check(Supervisor):
 
 
 def figures(printed: str) -> list[Any]:
-    """The JSON among what tools/gpu_probe.py prints. Its processes, and UCX's log, may share a line."""
+    """Return the JSON among what tools/gpu_probe.py prints. Its processes, and UCX's log, may share a line."""
     found, at, decoder = [], 0, json.JSONDecoder()
     while (at := printed.find('{"', at)) >= 0:
         try:
@@ -379,7 +379,7 @@ def main() -> int:
             parser.error("prepare needs a folder")
         return prepare(arguments.folder, arguments.ucx)
 
-    # A signal must end the children too, which have sessions of their own.
+    # A signal must end the children too: they have sessions of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps = (COMMANDS | REHEARSALS)[arguments.command]

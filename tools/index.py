@@ -27,7 +27,7 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-# PEP 503 writes the name of torch_ucx_rpc so.
+# The name of torch_ucx_rpc in the form of PEP 503.
 PROJECT = "torch-ucx-rpc"
 
 

@@ -64,7 +64,7 @@ def copy_sources(destination: Path) -> None:
 
 
 def interpreter(python: str) -> str:
-    """The path of an interpreter: ``python`` is a version such as 3.12, to be found on PATH, or a path."""
+    """Return the path of an interpreter: ``python`` is a version such as 3.12, to be found on PATH, or a path."""
     path = shutil.which(python if "/" in python else f"python{python}")
     if path is None:
         sys.exit(f"torch_ucx_rpc: there is no {python if '/' in python else f'python{python} on PATH'}")
@@ -72,13 +72,13 @@ def interpreter(python: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """3.12.1, as the interpreter itself says."""
+    """Return the version by the interpreter itself, such as 3.12.1."""
     asked = [path, "-c", "import platform; print(platform.python_version())"]
     return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def run(version: str, python: str, verbs: str) -> tuple[bool, str]:
-    """Whether make was content, and what the tests said last."""
+    """Return whether make succeeded, and the last lines of the tests."""
     name = f"{version}-{name_of(python)}"
     folder = MATRIX / name
     copy_sources(folder)

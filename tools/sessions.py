@@ -19,7 +19,7 @@ STACKS_S = 20.0
 
 
 def processes_of(session: int) -> list[int]:
-    """The processes of a session that have not ended."""
+    """Return the processes of a session that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
@@ -51,7 +51,7 @@ def write_stacks(session: int, log: int, at_most_s: float, path: str | None = No
 
 
 def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None:
-    """Ctrl-C, for pytest's results; SIGABRT, upon which Python writes its stacks; then nothing is left of it.
+    """Send Ctrl-C, for pytest's results; then SIGABRT, upon which Python writes its stacks; then kill what is left.
 
     A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """
@@ -59,7 +59,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
         results_s = LAST_WORDS_S * 0.6
         _send(process.pid, signal.SIGINT)  # pytest-xdist tells its own
         _wait_until(lambda: process.poll() is not None, results_s)
-        # One after the other, while the others stand still: they share the log, and would garble it.
+        # The processes write one after the other, while the rest stands still: they share the log, and would garble it.
         for pid in processes_of(process.pid):
             _send(pid, signal.SIGSTOP)
         until = time.monotonic() + min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))

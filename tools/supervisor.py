@@ -87,13 +87,13 @@ class Supervisor:
         return min(self.step_ends, self.ends) - time.monotonic()
 
     def write_report(self) -> None:
-        """Whole or not at all: a command may be ended at any time."""
+        """The report is written whole or not at all: a command may be ended at any time."""
         new = self.out / ".report"
         new.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         new.rename(self.out / "report.json")
 
     def do(self, steps: dict[str, Step]) -> bool:
-        """Run all; whether all have passed."""
+        """Run all, and return whether all have passed."""
         names = list(steps)
         for index, name in enumerate(names):
             self.step = name
@@ -185,7 +185,7 @@ class Supervisor:
         return printed
 
     def ask(self, *command: str | Path, **limits: Any) -> str:
-        """The last line of the command's output: warnings come before it."""
+        """Return the last line of the command's output: warnings come before it."""
         return self.run(*command, **limits).strip().rpartition("\n")[2]
 
     def pytest(self, *arguments: str | Path, **limits: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ ROOT = build_environment.ROOT
 WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 
-# The process has loaded these before the extension is loaded.
+# The process has loaded these libraries before the extension.
 THERE_AT_RUN_TIME = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libucp.so.*", "libucs.so.*")
 
 
@@ -55,7 +55,7 @@ def supported_pythons() -> list[str]:
 
 
 def interpreter(python: str) -> str:
-    """The path of a Python that works and has its C headers."""
+    """Return the path of a Python that works and has its C headers."""
     path = shutil.which(f"python{python}")
     if path is None:
         raise Failed(f"there is no python{python} on PATH")

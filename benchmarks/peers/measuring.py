@@ -26,7 +26,7 @@ PROGRAMS = {
 Figures = dict[str, object]
 
 SMALL = np.random.default_rng(0).random(128)
-# And how often.
+# The number of measurements of each.
 ARRAYS: dict[str, tuple[np.ndarray, int]] = {"1 KB": (SMALL, 1000), "64 MiB": (np.ones(2**26, dtype=np.uint8), 7)}
 IN_FLIGHT = (1, 10, 100)
 
@@ -103,5 +103,5 @@ def serving_at(address: str) -> None:
 
 
 def wait_for_the_end() -> None:
-    """Returns when `server` is left."""
+    """Return when `server` is left."""
     sys.stdin.read()
