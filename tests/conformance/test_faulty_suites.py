@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
 from ._faulty_fixtures import FAULTY_FIXTURES
 
-# The suites have their own limit for a test that hangs, after which they say where.
+# The suites end a test that hangs at their own limit, and print its stacks.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]
 
 for _backend, _fixture in FAULTY_FIXTURES.items():

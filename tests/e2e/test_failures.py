@@ -87,7 +87,7 @@ def outlive_owners_to_be(rank: int) -> None:
         rpc.rpc_async("worker1", die)
         for rref in created:
             assert failure_of(rref.to_here, WorkerLost).name == "worker1"
-        # Through worker2, the type and the sentence arrive.
+        # The error's type and sentence arrive through worker2, too.
         assert "lost worker 'worker1'" in str(failure_of(forwarded.wait, WorkerLost))
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
         rpc.rpc_sync("worker2", let_go)

@@ -125,7 +125,7 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
         (CallTimedOut(f"{RAISED_THERE}CallTimedOut('RPC ran for more than set timeout (60000 ms)')"), None),
         (MessageNotSent("could not send to worker 'ps': Connection reset by remote peer", **PS), None),
         (ValueError("connection reset"), None),
-        # TensorPipe's agent has no types.
+        # Errors of TensorPipe's agent have no types of ours.
         (RuntimeError("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"), "lost"),
         (
             RuntimeError("RPC ran for more than set timeout (60000 ms) and will now be marked with an error"),

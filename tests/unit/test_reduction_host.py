@@ -46,7 +46,7 @@ def test_requests_for_parameters_that_are_lost_fail() -> None:
     opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
     host._prepare(opening, 1)
     early = host.parameters(KEY, 1, spec, 9)
-    # Others have gone on without this host, and nobody has saved.
+    # Other hosts have gone on without this one, and none has saved.
     with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):
         host._prepare(opening._replace(generation=99, step=9, committed=88), 1)
     with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):
