@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <map>
@@ -137,11 +138,11 @@ class Job {
 
   bool isReleased(Rank rank) {
     Barrier::Result result;
-    return at(rank).wait(std::chrono::milliseconds(0), result);
+    return at(rank).wait(kPast, result);
   }
   Barrier::Result result(Rank rank) {
     Barrier::Result result;
-    EXPECT_TRUE(at(rank).wait(std::chrono::milliseconds(0), result)) << "rank " << rank << " was not released";
+    EXPECT_TRUE(at(rank).wait(kPast, result)) << "rank " << rank << " was not released";
     return result;
   }
   // Whether the result at `rank` names `dead` as dead.
@@ -211,6 +212,8 @@ class Job {
     }
   }
 
+  // Linux sleeps for 50 us, even if the limit is 0.
+  static constexpr std::chrono::milliseconds kPast{-1};
   const Rank size_;
   std::map<Channel, std::deque<std::function<void()>>> channels_;
   std::map<Rank, bool> gone_; // whether it has failed

@@ -66,13 +66,36 @@ class Bystander {
   const pid_t pid_;
 };
 
+// No file can be opened in this process while one of these lives.
+class NoFiles {
+ public:
+  NoFiles() {
+    EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &files_), 0);
+    const rlimit none{0, files_.rlim_max};
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  }
+  ~NoFiles() {
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &files_), 0);
+  }
+  NoFiles(const NoFiles&) = delete;
+  NoFiles& operator=(const NoFiles&) = delete;
+
+ private:
+  rlimit files_{};
+};
+
 class QueueRepairTest : public testing::TestWithParam<const char*> {
  protected:
   QueueRepairTest() {
-    const std::string lanes = std::string(GetParam()) + ",self";
+    connect(",self");
+  }
+
+  void connect(const char* furtherLanes) {
+    const std::string lanes = GetParam() + std::string(furtherLanes);
     sender_ = makeUcpTransportOver(lanes);
     const std::set<uintptr_t> others = SharedMemoryQueue::mapped();
     receiver_ = makeUcpTransportOver(lanes);
+    mapped_.clear();
     for (const uintptr_t begin : SharedMemoryQueue::mapped()) {
       if (!others.contains(begin)) {
         mapped_.push_back(begin);
@@ -120,6 +143,17 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
       }
     }
     FAIL() << "the queue is not among what is mapped";
+  }
+  // Leaves a slot without a message, and a message behind it.
+  void abandonSlot() {
+    send();
+    ASSERT_TRUE(arrives(1));
+    takeSlot();
+    send();
+  }
+  void expectRepair() {
+    EXPECT_TRUE(eventually([&] { return progress(), repair(); }));
+    EXPECT_TRUE(arrives(2));
   }
   bool isStuckWith(int messages) {
     for (int turn = 0; turn < 1000; ++turn) {
@@ -185,10 +219,7 @@ TEST_P(QueueRepairTest, AbandonedSlotIsSkippedAndTheOthersArrive) {
 }
 
 TEST_P(QueueRepairTest, PossibleWriterIsAwaited) {
-  send();
-  ASSERT_TRUE(arrives(1));
-  takeSlot();
-  send();
+  abandonSlot();
   const Bystander bystander([] {
     for (;;) { // busy with something else
     }
@@ -200,26 +231,19 @@ TEST_P(QueueRepairTest, PossibleWriterIsAwaited) {
   }
   EXPECT_TRUE(isStuckWith(1));
   bystander.goOn();
-  EXPECT_TRUE(eventually([&] { return progress(), repair(); }));
-  EXPECT_TRUE(arrives(2));
+  expectRepair();
 }
 
 TEST_P(QueueRepairTest, NothingIsSkippedWhereProcessesMayNotBeSeen) {
-  send();
-  ASSERT_TRUE(arrives(1));
-  takeSlot();
-  send();
-  rlimit files{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &files), 0);
-  const rlimit none{0, files.rlim_max};
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
-  for (int turn = 0; turn < 50; ++turn) {
-    EXPECT_FALSE(repair());
+  abandonSlot();
+  {
+    const NoFiles none;
+    for (int turn = 0; turn < 50; ++turn) {
+      EXPECT_FALSE(repair());
+    }
+    EXPECT_TRUE(isStuckWith(1));
   }
-  EXPECT_TRUE(isStuckWith(1));
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &files), 0);
-  EXPECT_TRUE(eventually([&] { return progress(), repair(); }));
-  EXPECT_TRUE(arrives(2));
+  expectRepair();
 }
 
 TEST_P(QueueRepairTest, SleepingThreadIsNotWriting) {
@@ -232,37 +256,25 @@ TEST_P(QueueRepairTest, SleepingThreadIsNotWriting) {
     }
   });
   send();
-  EXPECT_TRUE(eventually([&] { return progress(), repair(); }));
-  EXPECT_TRUE(arrives(2));
+  expectRepair();
 }
 
 // Like NothingIsSkippedWhereProcessesMayNotBeSeen, until the order comes.
 TEST_P(QueueRepairTest, UnseenProcessesMakeTheQueueUnrepairableAfterSomeScans) {
-  send();
-  ASSERT_TRUE(arrives(1));
-  takeSlot();
-  send();
-  rlimit files{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &files), 0);
-  const rlimit none{0, files.rlim_max};
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
-  int scans = 0;
-  while (receiver_->repairState() == RepairState::kUndecided && scans < 1000) {
-    receiver_->scanForRepair();
-    ++scans;
+  abandonSlot();
+  {
+    const NoFiles none;
+    for (int scans = 0; receiver_->repairState() == RepairState::kUndecided && scans < 1000; ++scans) {
+      receiver_->scanForRepair();
+    }
+    EXPECT_EQ(receiver_->repairState(), RepairState::kUnrepairable);
   }
-  EXPECT_EQ(receiver_->repairState(), RepairState::kUnrepairable);
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &files), 0);
   EXPECT_TRUE(isStuckWith(1));
-  EXPECT_TRUE(eventually([&] { return progress(), repair(); })) << "it is still looked at now and then";
-  EXPECT_TRUE(arrives(2));
+  expectRepair(); // it is still looked at now and then
 }
 
 TEST_P(QueueRepairTest, StoppedSenderMakesTheQueueUnrepairableUntilItContinues) {
-  send();
-  ASSERT_TRUE(arrives(1));
-  takeSlot();
-  send();
+  abandonSlot();
   const Bystander bystander([] {
     for (;;) {
     }
@@ -274,31 +286,14 @@ TEST_P(QueueRepairTest, StoppedSenderMakesTheQueueUnrepairableUntilItContinues) 
   EXPECT_EQ(receiver_->repairState(), RepairState::kUnrepairable);
   EXPECT_TRUE(isStuckWith(1));
   bystander.goOn();
-  EXPECT_TRUE(eventually([&] { return progress(), repair(); }));
-  EXPECT_TRUE(arrives(2));
+  expectRepair();
 }
 
 TEST_P(QueueRepairTest, DeafWorkerHearsOverTheNetworkAndTheRestLater) {
-  const std::string lanes = std::string(GetParam()) + ",tcp,self";
-  const std::set<uintptr_t> others = SharedMemoryQueue::mapped();
-  receiver_ = makeUcpTransportOver(lanes);
-  mapped_.clear();
-  for (const uintptr_t begin : SharedMemoryQueue::mapped()) {
-    if (!others.contains(begin)) {
-      mapped_.push_back(begin);
-    }
-  }
-  queues_ = SharedMemoryQueue::mappedSince(others);
-  sender_ = makeUcpTransportOver(lanes);
-  receiver_->setListener(&received_);
-  sender_->setListener(&sent_);
-  ASSERT_FALSE(sender_->connect(receiver_->address(), endpoint_));
+  connect(",tcp,self");
   EndpointId back = 0;
   ASSERT_FALSE(receiver_->connect(sender_->address(), back));
-  send();
-  ASSERT_TRUE(arrives(1));
-  takeSlot();
-  send();
+  abandonSlot();
   EXPECT_TRUE(isStuckWith(1));
   const EndpointId stuck = endpoint_;
   ASSERT_FALSE(receiver_->connectOverNetwork(sender_->address(), back));
