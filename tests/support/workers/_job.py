@@ -76,7 +76,7 @@ def run_workers(
     __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="workers-") as directory, reserved_port() as port:
         own_store = None
-        if backend == "TENSORPIPE" and not hosts:
+        if backend == "TENSORPIPE" and init and not hosts:
             # TensorPipe's shutdown reads the Store last, and fails if rank 0 has ended by then, and the Store with it.
             own_store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         worker = Worker(
