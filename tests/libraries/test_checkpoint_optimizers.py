@@ -204,7 +204,7 @@ def go_on_with_a_tensor(folder: str) -> None:
         loaded = other.optimizer(torch.optim.Adam, lr=rate)
         other.load(folder)
         assert torch.equal(torch.as_tensor(loaded.param_groups[0]["lr"]), torch.tensor(0.1))
-        other._engine.optimizers.remove(loaded)
+        other._model.optimizers.remove(loaded)
     pipe.load(folder)
     assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.1))
 
