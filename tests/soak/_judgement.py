@@ -217,7 +217,7 @@ class _History:
         self._host_of = {m.name: m.host for m in self.memberships}
 
     def reason(self, event: dict[str, Any]) -> str:
-        """Return the misfortune that explains a failed call or join; empty if there is none."""
+        """Return the misfortune that explains a failed call or join, or an empty text."""
         failure = self._failure(event)
         for name, _, pid, host in _WORKER.findall(failure.text):
             if reason := self._why_gone(failure, name, int(pid), host):

@@ -41,7 +41,7 @@ class Payload(NamedTuple):
         return masked.to_sparse() if self.kind == "COO" else masked.to_sparse_csr()
 
     def differs_from(self, tensor: object) -> str:
-        """Return the difference between a tensor and the description; empty if there is none."""
+        """Return the difference between a tensor and the description, or an empty text."""
         expected = self.make()
         if not isinstance(tensor, torch.Tensor):
             return f"a {type(tensor).__name__}"

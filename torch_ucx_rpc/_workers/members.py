@@ -221,7 +221,7 @@ class Group:
             self._tick(now)
             doubtful, epoch = self._epochs.quiet(now, self.limit / 2), self._epochs.epoch
             if doubtful and epoch.decider != self.me:
-                # Whether the others may go on without the decider depends on who of them has ended, perhaps unnoticed.
+                # The others may go on without the decider if enough of them have ended. Some may have ended unnoticed.
                 doubtful = [one for one in epoch.members if one != self.me]
             for one in doubtful:
                 self._known.ask_after(one)

@@ -41,7 +41,7 @@ class HostConfig:
     """The function with which a host reports a failure to the driver."""
     epoch: int
     mode: bool | None
-    """The mode set for all modules since then; None: each has the mode in which it was given."""
+    """The mode set for all modules. With None each has the mode in which it was given."""
 
 
 class Request(NamedTuple):

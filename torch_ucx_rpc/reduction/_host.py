@@ -52,7 +52,8 @@ class Shard:
         self.optimizer: torch.optim.Optimizer = pickle.loads(spec.optimizer)(self.parameters)
         self._path = path
         self._every = spec.checkpoint_every
-        self._waiting: list[tuple[int, Future[list[Tensor]]]] = []
+        # Requests for the parameters, each with the step that it waits for.
+        self.requests: list[tuple[int, Future[list[Tensor]]]] = []
 
     @classmethod
     def restored(cls, spec: Spec, path: Path) -> Shard:
@@ -90,31 +91,15 @@ class Shard:
         """Return the parameters, once all steps before this one are applied."""
         future: Future[list[Tensor]] = Future()
         with self.lock:
-            self._waiting.append((step, future))
+            self.requests.append((step, future))
         self.tell()
         return future
-
-    def take_requests(self, former: Shard) -> None:
-        """Take over the requests to a shard that is dropped."""
-        waiting = former._drop_requests()
-        with self.lock:
-            self._waiting += waiting
-
-    def refuse(self, error: RuntimeError) -> None:
-        """Fail the requests that wait, since this shard is dropped."""
-        for _, future in self._drop_requests():
-            fail(future, error)
-
-    def _drop_requests(self) -> list[tuple[int, Future[list[Tensor]]]]:
-        with self.lock:
-            waiting, self._waiting = self._waiting, []
-        return waiting
 
     def tell(self) -> None:
         """Answer requests that wait for the present step."""
         with self.lock:
-            due = [future for step, future in self._waiting if step <= self.step]
-            self._waiting = [one for one in self._waiting if one[0] > self.step]
+            due = [future for step, future in self.requests if step <= self.step]
+            self.requests = [one for one in self.requests if one[0] > self.step]
             values = [parameter.detach().clone() for parameter in self.parameters] if due else []
         for future in due:
             future.set_result(values)
@@ -251,21 +236,22 @@ class Host:
         with self._office.changed:
             shard = self._shards.get((key, number))
             is_same = shard is not None and (shard.step, shard.committed) == (opening.step, opening.committed)
-            former = None
+            requests = []
             if shard is not None and not is_same and (shard.committed != NEVER or shard.restored_from is not None):
                 # Others may have gone on without this host, and saved.
-                former = self._shards.pop((key, number))
+                del self._shards[key, number]
+                with shard.lock:
+                    requests, shard.requests = shard.requests, []
             shard = self._find(key, number, opening.spec)
         if shard is None:
             error = RuntimeError(self._lost(key))
-            if former is not None:
-                former.refuse(error)
+            for _, future in requests:
+                fail(future, error)
             raise error
-        if former is not None:
-            shard.take_requests(former)
         if not is_same:
             with shard.lock:
                 shard.go_to(opening.step, opening.committed)
+                shard.requests += requests
             shard.tell()
         return shard
 

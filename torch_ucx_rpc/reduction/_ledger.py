@@ -262,7 +262,7 @@ class Ledger:
         if latest[1] != NEVER and self._spec.optimizer is None:
             self._step, self._committed = latest
             if not (holders := self._holders(trainers)):
-                # It has given this state up for a later one, which nobody has any more.
+                # This trainer fell behind a later state, and all trainers with that have ended.
                 self._first = self._sorted(name for name, one in trainers.items() if _latest(one) == latest)[0]
                 holders = {self._first}
             return holders

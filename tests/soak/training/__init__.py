@@ -180,8 +180,9 @@ class Job:
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
-        # Seconds in which nobody was stopped; and each trainer's last step, with these seconds by then.
+        # The seconds so far in which nobody was stopped.
         self._calm_s = 0.0
+        # The time of each trainer's last step, and the calm seconds before it.
         self._progress: dict[str, tuple[float, float]] = {}
         self.stops = 0
         self.killed: list[tuple[float, str]] = []
@@ -194,15 +195,17 @@ class Job:
         self._processes[name] = process
         self._began[name] = time.time()
 
+    def _journal(self, name: str) -> Path:
+        return self._folder / f"{name}-{self._processes[name].pid}.steps"
+
     def _last_step(self, name: str) -> float | None:
         """Return the time at which the process of this name began its last step."""
-        journal = self._folder / f"{name}-{self._processes[name].pid}.steps"
+        journal = self._journal(name)
         return journal.stat().st_mtime if journal.exists() and journal.stat().st_size else None
 
     def _number(self, name: str) -> int:
         """Return the number of the last step that the process of this name has begun."""
-        journal = self._folder / f"{name}-{self._processes[name].pid}.steps"
-        return int(journal.read_text().splitlines()[-1].split()[1])
+        return int(self._journal(name).read_text().splitlines()[-1].split()[1])
 
     def live(self, seconds: float) -> None:
         """Kill and restart for ``seconds``. Raises `Failed` if a process ends without an order or stalls."""
@@ -270,7 +273,7 @@ class Job:
             if name in self._kind.hosts or last != self._progress.get(name, (0.0, 0.0))[0]:
                 self._progress[name] = (last, self._calm_s)
             elif self._calm_s - self._progress[name][1] > _STALL_S:
-                raise Failed(f"{name} has begun no step for {_STALL_S:g} s in which nobody was stopped")
+                raise Failed(f"{name} has begun no step for {_STALL_S:g} s, while nobody was stopped")
 
     def _why(self, name: str) -> str:
         failure = self._folder / f"{name}.failure"

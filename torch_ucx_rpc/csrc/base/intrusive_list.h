@@ -10,7 +10,7 @@ class IntrusiveList {
   bool isEmpty() const {
     return first_ == nullptr;
   }
-  // The oldest and the newest item. Null if there is none.
+  // The oldest item and the newest one, or null.
   T* first() const {
     return first_;
   }
@@ -27,7 +27,7 @@ class IntrusiveList {
     (item->before != nullptr ? item->before->after : first_) = item->after;
     (item->after != nullptr ? item->after->before : last_) = item->before;
   }
-  // Takes the oldest item out. Null if there is none.
+  // Takes the oldest item out, and returns it, or null.
   T* pop() noexcept {
     T* const item = first_;
     if (item != nullptr) {
