@@ -171,6 +171,15 @@ inline wire::Header header(uint64_t callId, wire::Kind kind = wire::Kind::kReque
   return made;
 }
 
+// Headers with the numbers from 0 on. Each must stay until its send is done.
+inline std::vector<wire::Header> headers(uint64_t count) {
+  std::vector<wire::Header> made;
+  for (uint64_t callId = 0; callId < count; ++callId) {
+    made.push_back(header(callId));
+  }
+  return made;
+}
+
 inline Bytes pattern(uint64_t size, uint64_t seed) {
   Bytes bytes(size);
   uint64_t state = seed * 2 + 1;

@@ -283,10 +283,7 @@ TEST_P(TransportContractTest, EagerMessagesArriveInOrder) {
   TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(2000, 5);
-  std::vector<wire::Header> frames;
-  for (uint64_t callId = 0; callId < kMessages; ++callId) {
-    frames.push_back(header(callId));
-  }
+  const std::vector<wire::Header> frames = headers(kMessages);
   for (uint64_t callId = 0; callId < kMessages; ++callId) {
     const auto part = std::span<const std::byte>(bytes).first(callId % 2000);
     a.transport->send(toB, frames[callId], part, SendMode::kEager, sent[callId].callback());
@@ -384,10 +381,7 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const EndpointId toA = b.connect(a);
-  std::vector<wire::Header> frames;
-  for (uint64_t round = 0; round < kRounds; ++round) {
-    frames.push_back(header(round));
-  }
+  const std::vector<wire::Header> frames = headers(kRounds);
   std::atomic<int> lost{0};
 
   const auto isReadable = [&lost](TestEndpoint& self) {

@@ -196,10 +196,7 @@ TEST_P(TransportContractTest, CloseFlushesEagerMessages) {
   });
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(4000, 1);
-  std::vector<wire::Header> frames;
-  for (uint64_t callId = 0; callId < kMessages; ++callId) {
-    frames.push_back(header(callId));
-  }
+  const std::vector<wire::Header> frames = headers(kMessages);
   for (uint64_t callId = 0; callId < kMessages; ++callId) {
     a.transport->send(toB, frames[callId], bytes, SendMode::kEager, sent[callId].callback());
   }
