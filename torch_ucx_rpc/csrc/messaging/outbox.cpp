@@ -328,8 +328,8 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 // A message that has left in part never strands: at its first error withdraw() has the receiver told. Once the peer is
 // gone or the outbox is closed nothing strands, and no frame tells the receiver.
 //
-// A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends when
-// besides the peer has it, or it has failed. Most errors only break its connection.
+// A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends
+// when besides the peer has it, or it has failed. Most errors only break its connection.
 void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error) {
   Connection& connection = *message.to->connection;
   const bool hasFailed = static_cast<bool>(error);
