@@ -36,11 +36,16 @@ current: UcxRpcAgent | None = None
 _Native = TypeVar("_Native", _C.AgentOptions, _C.Member)
 
 
+_FIELDS = {
+    structure: [name for name, field in vars(structure).items() if isinstance(field, property)]
+    for structure in (_C.AgentOptions, _C.Member)
+}
+
+
 def _filled(native: _Native, source: object, **others: object) -> _Native:
     """Set each field of a C++ structure to the value of its name in ``others``, or else in ``source``."""
-    for name, field in vars(type(native)).items():
-        if isinstance(field, property):
-            setattr(native, name, others[name] if name in others else getattr(source, name))
+    for name in _FIELDS[type(native)]:
+        setattr(native, name, others[name] if name in others else getattr(source, name))
     return native
 
 

@@ -53,7 +53,7 @@ _PART = 512
 # values are limited to 8 MiB.
 _PART_BYTES = 1 << 14
 # Rank 0 waits this long for the others to read the verdict.
-_FAREWELL_S = 5.0
+_FAREWELL_S = 4.0
 
 
 def gather_members(store: Store, own: Record, timeout: float, secret: Secret | None = None) -> list[Record]:

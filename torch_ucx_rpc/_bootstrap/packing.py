@@ -64,11 +64,7 @@ def unpack(packed: bytes) -> list[Record]:
         rows = {field: _row(column, count) for field, column in columns.items() if field != "name"}
         name = columns["name"]
         rows["name"] = [f"{name['prefix']}{rank}" for rank in rows["rank"]] if "prefix" in name else _row(name, count)
-        fields = list(rows)
-        return [
-            Record.of_fields({**dict(zip(fields, row, strict=True)), "session": session, "address": address})
-            for session, address, *row in zip(sessions, addresses, *rows.values(), strict=True)
-        ]
+        return Record.of_columns({**rows, "session": list(sessions), "address": addresses})
     # Wrong bytes may raise any of these.
     except (AttributeError, LookupError, TypeError, ValueError, struct.error, zlib.error) as error:
         raise ValueError(f"these are not the records of workers: {error}") from error

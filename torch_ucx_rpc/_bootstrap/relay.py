@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 FAN_OUT = 32
 # Less than rank 0 waits for workers to read the verdict: the Store is there for those that have waited in vain.
-_PATIENCE_S = 3.0
+_PATIENCE_S = 2.0
 # Workers that wait for the verdict ask at least once a second.
-_FAREWELL_S = 5.0
+_FAREWELL_S = 4.0
 # A socket takes 0 for "do not wait".
 _LEAST_WAIT_S = 0.001
 _BACKLOG = 2 * FAN_OUT

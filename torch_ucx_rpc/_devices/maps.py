@@ -38,6 +38,10 @@ class Worker(Protocol):
     def device_count(self) -> int: ...
 
 
+# The fields of a worker that contain devices.
+DEVICE_FIELDS = ("device_maps", "reply_device_maps", "devices")
+
+
 def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Convert every device in the fields of a worker, or of its options, that contain devices; return these fields."""
     maps = {
@@ -72,6 +76,7 @@ def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
     maps = {
         caller.name: reply_map(caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {}))
         for caller in members
+        if name in caller.device_maps or name in caller.reply_device_maps
     }
     return {caller: replies for caller, replies in maps.items() if replies}
 

@@ -58,8 +58,15 @@ struct Library {
   uintptr_t readOnlyTo = 0;
   const ElfW(Sym) * symbols = nullptr;
   const char* names = nullptr;
+  const uint16_t* versions = nullptr; // by symbol; null in a library without versions
   std::span<const ElfW(Rela)> calledSlots;
   std::span<const ElfW(Rela)> otherSlots;
+
+  // libc's symbols have a version. Most of torch's 40,000 imports have none: to read their names takes 3 ms.
+  bool mayBeOfLibc(size_t symbol) const {
+    constexpr uint16_t kHidden = 0x8000;
+    return versions == nullptr || (versions[symbol] & ~kHidden) > VER_NDX_GLOBAL;
+  }
 
   explicit Library(const dl_phdr_info& info) : base(info.dlpi_addr) {
     for (const ElfW(Phdr) & segment : std::span(info.dlpi_phdr, info.dlpi_phnum)) {
@@ -78,6 +85,7 @@ struct Library {
     const ElfW(Rela)* others = nullptr;
     size_t calledBytes = 0;
     size_t otherBytes = 0;
+    size_t unnamed = 0; // how many of `others` have no symbol; they come first
     for (; entry->d_tag != DT_NULL; ++entry) {
       // glibc has turned offsets into addresses, other loaders leave them.
       const uintptr_t value = entry->d_un.d_ptr;
@@ -88,6 +96,9 @@ struct Library {
           break;
         case DT_STRTAB:
           names = reinterpret_cast<const char*>(address);
+          break;
+        case DT_VERSYM:
+          versions = reinterpret_cast<const uint16_t*>(address);
           break;
         case DT_JMPREL:
           called = reinterpret_cast<const ElfW(Rela)*>(address);
@@ -101,6 +112,9 @@ struct Library {
         case DT_RELASZ:
           otherBytes = entry->d_un.d_val;
           break;
+        case DT_RELACOUNT:
+          unnamed = entry->d_un.d_val;
+          break;
         default:
           break;
       }
@@ -108,6 +122,7 @@ struct Library {
     if (symbols != nullptr && names != nullptr) { // else there are no names to look for
       calledSlots = {called, called != nullptr ? calledBytes / sizeof(ElfW(Rela)) : 0};
       otherSlots = {others, others != nullptr ? otherBytes / sizeof(ElfW(Rela)) : 0};
+      otherSlots = otherSlots.subspan(std::min(unnamed, otherSlots.size()));
     }
   }
 };
@@ -115,10 +130,11 @@ struct Library {
 void replaceIn(const Library& library, std::span<const ElfW(Rela)> slots, Imports& imports) {
   for (const ElfW(Rela) & one : slots) {
     const uint64_t type = ELF64_R_TYPE(one.r_info);
-    if (type != kCallSlot && type != kDataSlot) {
+    const size_t symbol = ELF64_R_SYM(one.r_info);
+    if ((type != kCallSlot && type != kDataSlot) || !library.mayBeOfLibc(symbol)) {
       continue;
     }
-    const char* const name = library.names + library.symbols[ELF64_R_SYM(one.r_info)].st_name;
+    const char* const name = library.names + library.symbols[symbol].st_name;
     for (Import& import : imports.all) {
       if (std::strcmp(name, import.name) == 0) {
         const uintptr_t slot = library.base + one.r_offset;

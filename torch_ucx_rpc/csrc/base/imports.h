@@ -4,7 +4,7 @@
 
 namespace torch_ucx_rpc {
 
-// A function that a library imports, and another one to take its place.
+// A function of libc that a library imports, and another one to take its place.
 struct Import {
   const char* name;
   void* replacement;
