@@ -224,6 +224,9 @@ def put_to_a_closed_channel(rank: int, steps: Steps) -> None:
     else:
         steps.wait_for("closed")
         channel.put("worker0", "late", torch.ones(2))
+        rpc._set_rpc_timeout(1)
+        channel.advance(2)  # which the receiver may enter, for all that the slots know
+        channel.put("worker0", "later", torch.ones(2))
 
 
 def test_a_receiver_that_takes_nothing_stops_the_sender(run_on_both: RunWorkers, tmp_path: Path) -> None:

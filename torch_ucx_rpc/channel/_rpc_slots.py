@@ -31,7 +31,7 @@ class RpcSlots:
     """The values of one life of this worker, by group. Thread-safe.
 
     A value's sender has a call open until the value is taken. That call carries the errors, and bounds the waiting
-    values here.
+    values here. It ends after ``rpc_timeout``, since nobody may take the value, and torch's shutdown waits for it.
     """
 
     # Bytes that a sender may have under way to one worker before `put` blocks.
@@ -94,7 +94,7 @@ class RpcSlots:
                         f"tag {tag!r} of channel {group!r} could not be put: worker {to!r} has not taken {lent} bytes",
                         name=to,
                     )
-        sent = rpc.rpc_async(to, _arrive, (group, epoch, tag, self._name, tensors, is_single), timeout=0)
+        sent = rpc.rpc_async(to, _arrive, (group, epoch, tag, self._name, tensors, is_single))
         with self._changed:
             self._lent[to] = self._lent.get(to, 0) + size
         sent.add_done_callback(lambda done: self._end(done, group, epoch, to, size))
