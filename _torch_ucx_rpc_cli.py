@@ -119,7 +119,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
     Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
     appears with its name in front. When one fails, the others are ended, its traceback comes last, and its exit code is
-    that of this command: 128 and the number of the signal, if one killed it. Ctrl-C and SIGTERM end all, on all
+    that of this command: 128 plus the number of the signal, if one killed it. Ctrl-C and SIGTERM end all, on all
     machines. The exit code is 6 if the job could not start, or its machines lost each other.
 
         torch-ucx-rpc run -n 4 train.py --epochs 3
@@ -203,7 +203,7 @@ def _info(parser: argparse.ArgumentParser) -> None:
     It runs where the package itself cannot be imported too. The exit code is 1 if the package cannot be used. With
     --strict it is 4 if there are other problems. Otherwise it is 0.
     """
-    parser.add_argument("--strict", action="store_true", help="the exit code tells of every problem")
+    parser.add_argument("--strict", action="store_true", help="exit with 4 if there are warnings")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
 
 
@@ -237,8 +237,8 @@ def _top(parser: argparse.ArgumentParser) -> None:
         calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      how long calls took that were completed, of the last interval
         sent, recv    bytes of messages
-        run, wait     calls of others that a thread is at; those that wait for
-                      one, and messages that wait at their senders
+        run, wait     calls of others that a thread runs; those that wait
+                      for one, and messages that wait at their senders
         window        how much of receive_window_bytes is in use
         pool          memory of receive buffers, in use and idle
         failed        calls made by the worker that failed, since its start
@@ -254,14 +254,14 @@ def _top(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--peers", action="store_true", help="a line for each pair of workers, with its lanes")
     parser.add_argument("--services", action="store_true", help="a line for each name and each worker that offers it")
-    parser.add_argument("--once", action="store_true", help="one picture, of all calls so far, and end")
+    parser.add_argument("--once", action="store_true", help="show one picture of all calls so far, and end")
     parser.add_argument("--json", action="store_true", help="with --once: all statistics as JSON")
 
 
 # In the order of --help, with their lines there.
 COMMANDS: dict[Callable[[argparse.ArgumentParser], None], str] = {
     _run: "start workers",
-    _info: "tell versions, devices, limits and settings, and what is wrong with them",
+    _info: "show versions, devices, limits and settings, and what is wrong with them",
     _check: "let all workers call each other, and show how fast they are",
     _top: "watch all workers of a running job",
 }

@@ -160,7 +160,7 @@ def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
 
 
 def run(backend: str) -> Result:
-    # One thread per process, and per thread of the agent's: torch.set_num_threads() would reach the main thread alone.
+    # One thread per process, and per thread of the agent: torch.set_num_threads() would reach the main thread alone.
     # Sums of several threads round differently from run to run, and training magnifies that.
     os.environ["OMP_NUM_THREADS"] = "1"
     # Slow imports happen once, in the server that all workers are forked from.

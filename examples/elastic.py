@@ -3,8 +3,8 @@
     coordinator ---- task ----> worker1, worker2, worker3, ...       a group without a size
                 <--- result ---
 
-worker1 leaves after some tasks. worker2 is killed with a task in its hands, which another worker gets. For worker2
-comes worker4. Every task is done in the end.
+worker1 leaves after some tasks. worker2 is killed with a task in its hands, which another worker gets. worker4 replaces
+worker2. Every task is done in the end.
 """
 
 import argparse
@@ -34,7 +34,7 @@ NEWCOMER = "worker4"
 
 # Events as (name, worker, details), from other workers and from callbacks.
 events = queue.Queue()
-# Set when this worker is to leave.
+# Set when this worker should leave.
 is_over = threading.Event()
 
 

@@ -3,8 +3,8 @@
     driver ---- batch ----> stage0 ---- activations ----> stage1 ---- loss ----> driver
                                    <---- gradients ------
 
-Prints which layers are where, trains on scikit-learn's handwritten digits with a progress bar, draws a step, saves a
-checkpoint, and goes on from it.
+Prints which layers are where, trains on scikit-learn's handwritten digits with a progress bar, saves a checkpoint, and
+goes on from it. `--trace` writes a Chrome trace of a step.
 
     python examples/pipeline.py                         on UCX
     python examples/pipeline.py --backend tensorpipe    on PyTorch's own backend
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--trace", type=Path, help="write a Chrome trace of a step into this file: .json")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of a step into this file, such as step.json")
     arguments = parser.parse_args()
     # Slow imports happen once, in the server that all workers are forked from.
     context = mp.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""Train a network in four processes, kill one of them in the middle, and see that the others do not mind.
+"""Train a network in four processes, kill one of them in the middle, and see that the others go on.
 
 Each process has a copy of the network and batches of its own. `reduction.DataParallel` averages their gradients,
 through a server whose work the four share. There is no process group: the three that are left go on with the next step.
@@ -7,7 +7,7 @@ The data are the 1,797 handwritten digits, 8x8 pixels each, that come with sciki
 picture shows the loss of this run beside that of one without a death.
 
     python examples/reduction.py                        both runs; writes reduction.png
-    python examples/reduction.py --backend tensorpipe   the undisturbed one: TensorPipe does not tell of a death
+    python examples/reduction.py --backend tensorpipe   the undisturbed one: TensorPipe does not report a death
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(rank: int, reports: Any) -> None:
     x, y, x_test, y_test = digits()
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    # These two lines, and the name of the model below, are all that is not as with one process.
+    # These two lines, and the name of the model below, are all that differs from one process.
     server = reduction.serve()
     model = reduction.DataParallel(network, server)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
@@ -89,7 +89,7 @@ def work(rank: int, backend: str, store: str, reports: Any, may_leave: Any) -> N
         rpc_backend_options=options,
     )
     train(rank, reports)
-    # The last answers of this one may still be under way to others.
+    # The last answers of this trainer may still be under way to others.
     may_leave.wait()
     # A graceful shutdown would end with an error that names the dead trainer.
     rpc.shutdown(graceful=False)
@@ -110,7 +110,7 @@ class Run:
         reports, may_leave = context.Queue(), context.Event()
         queues = [reports] * TRAINERS
         if is_disturbed:
-            queues[KILLED] = context.Queue()  # a process that waits for a lock of its dies with it
+            queues[KILLED] = context.Queue()  # the killed process may hold the lock of its queue
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory, "store").as_uri()
             processes = [
@@ -148,7 +148,7 @@ class Run:
                     progress.write(f"{'':14}: trainer{KILLED} is killed in step {KILLED_AT}")
 
     def _next_report(self, processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
-        """There is no limit of time, as long as the workers that should live do."""
+        """Wait without a limit while the workers that should live do."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return reports.get(timeout=2)
@@ -192,7 +192,7 @@ def main() -> None:
         print(f"{what:22} loss {run.losses[-1]:.4f}, test accuracy {run.accuracy[0]:.1%}", end="")
         print(f", slowest step after the kill {1e3 * run.slowest_after_kill:.0f} ms" if run.is_disturbed else "")
         if any(run.steps_of[rank] != STEPS for rank in survivors):
-            problems.append(f"A trainer that was left has lost steps: {run.steps_of}.")
+            problems.append(f"A surviving trainer has lost steps: {run.steps_of}.")
         if len(set(run.accuracy.values())) != 1:
             problems.append(f"The copies of the network differ: {run.accuracy}.")
         if run.accuracy[0] < REQUIRED_ACCURACY:

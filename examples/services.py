@@ -5,7 +5,7 @@
 
 The four processes know each other's names only. The two evaluators register a method of a model that both have; the
 callers call it 400 times each. In the middle evaluator0 is killed. Its calls are repeated with evaluator1, since the
-service was registered as idempotent, and the watch tells who is left.
+service was registered as idempotent, and the watch shows which worker is left.
 
     python examples/services.py                         on UCX
     python examples/services.py --backend tensorpipe    likewise; there a death is noticed by the first call that fails

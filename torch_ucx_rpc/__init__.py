@@ -15,7 +15,7 @@ is. The public names:
 * ``pipeline``, likewise: a model's stages on workers, micro-batches through all of them at once
 * ``checkpoint``, likewise: state on many workers, in the format of DCP
 * `on_lost`: a callback when a worker is lost
-* `wait`: ``future.wait()``, by choice until the data on GPUs are there
+* `wait`: ``future.wait()`` that can also wait until the data are on their GPUs
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: the type of the snapshot
 * `PeerStatistics`: the part of the snapshot about one worker
@@ -23,7 +23,7 @@ is. The public names:
 * `Latencies`: durations of the calls to one worker
 * `__version__`
 
-The package, module by module and room by room; the docstring of each room lists its modules:
+The modules and folders of the package; the docstring of each folder lists its modules:
 
 * ``_arguments``   checks of arguments, and the words of their errors
 * ``_version``     the version of the installed package

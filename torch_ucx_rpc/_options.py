@@ -193,7 +193,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
             None, 60 or as long as ``rpc_timeout``, whichever is longer). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
-            is suspect, with a warning (default: 10). Calls to it wait for their timeouts. 0 is no limit: then only a
+            is suspect, with a warning (default: 10). Calls to it wait. 0 is no limit: then only a
             process that ends is noticed. Workers of the same host are noticed when their process ends, at once.
         reconnect_limit (float): seconds for which a suspect worker may stay silent before it is lost and the calls to
             it fail (default: 60). A shorter cut costs time, and no call. With 0 it is lost at ``heartbeat_limit``.
@@ -220,15 +220,15 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             for ``torch.cuda.Stream``: between -3, the most urgent, and 0, the least (default: 0). A device that has
             fewer priorities takes its nearest. Callbacks of futures run on torch's own streams, of priority 0.
         prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
-            at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` tells (default:
-            None, it does not). Needs the package prometheus_client.
+            at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` shows (default: None,
+            no port). Needs the package prometheus_client.
         waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
             message; "poll" keeps a core busy; "auto" spins for up to 0.8 ms before it sleeps, as long as the last waits
             were that short and each worker of the job on this machine has a core.
         secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
-            (default: the secret that TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET give; without one, anybody who
-            reaches the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user or to
-            root, and no other user may read it.
+            (default: the secret that TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET give; without one, any program
+            that reaches the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user
+            or to root, and no other user may read it.
 
     Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
     assign to them or call `set_device_map` and `set_devices`.

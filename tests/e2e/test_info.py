@@ -45,7 +45,7 @@ def test_a_resolver_that_does_not_answer_is_a_problem(monkeypatch: pytest.Monkey
     report = info.collect()
     answered.set()
     assert report.facts["machine"]["resolver"].startswith("no answer in 0.")
-    assert "the resolver has not told the name of " in problems(report)
+    assert "the resolver has not found the name of " in problems(report)
 
 
 # ---- Here ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch_ucx_rpc._torch import replace
 
 VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
 ON = {VARIABLE: "1"}
-SAID = f"{VARIABLE}: torch.distributed.rpc uses UCX in the place of TensorPipe in this process\n"
+SAID = f"{VARIABLE}: torch.distributed.rpc uses UCX instead of TensorPipe in this process\n"
 
 PRELUDE = """
 import os, sys, warnings

@@ -78,7 +78,7 @@ def join_without_store(rank: int, steps: Steps) -> None:
         os._exit(0)
     steps.wait_for("left")
     eventually(lambda: not somebody_listens(int(os.environ["MASTER_PORT"])), "the Store has ended with worker0")
-    with pytest.raises(JoinTimedOut, match=r"(?s)nobody listens.*ends with the process of rank 0.*file:///path"):
+    with pytest.raises(JoinTimedOut, match=r"(?s)no server listens.*ends with the process of rank 0.*file:///path"):
         join(1, rpc_backend_options=backend_options(init_timeout=1))
 
 

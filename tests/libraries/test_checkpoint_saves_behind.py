@@ -103,7 +103,7 @@ def test_a_turn_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
     before = sorted(tmp_path.iterdir())
     with storage.turn_in(str(tmp_path), to_save=True):
         for use in (checkpoint.save, checkpoint.load):
-            with pytest.raises(checkpoint.CheckpointError, match="somebody else has been saving into"):
+            with pytest.raises(checkpoint.CheckpointError, match="another process has been saving into"):
                 use({"x": torch.zeros(())}, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     assert holds(tmp_path) == 1.0

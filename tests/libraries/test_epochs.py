@@ -144,7 +144,7 @@ def be_stopped(rank: int, steps: Steps, hung: int) -> None:
     elif rank == hung:
         with pytest.raises(EpochOver):
             keep_checking(group, 1)
-        with pytest.raises(CutOff, match="is no member of group 'test' any more"):
+        with pytest.raises(CutOff, match="is not a member of group 'test' any more"):
             group.wait(after=1)
         group.rejoin()
         assert group.wait(timeout=30).number >= 3

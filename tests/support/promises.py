@@ -125,7 +125,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",
             "PeerWhoseHandlersAllBlockGivesSignsOfLife",
         ),
-        "A stopped process is not lost to its own host": ("test_a_stopped_worker_of_the_same_host_is_not_lost",),
+        "A stopped process is not lost to workers of its own": ("test_a_stopped_worker_of_the_same_host_is_not_lost",),
         "A worker that was stopped for longer than the limit": (
             "test_worker_stopped_beyond_the_limit_loses_no_peer",
             "TimeInWhichThisProcessDidNotRunDoesNotCount",
@@ -163,8 +163,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "References that it got by `rpc.remote` or from a third worker": (
             "test_property_of_a_dead_worker_is_released",
             "test_references_the_dead_had_from_a_third_worker_are_dropped",
-            "LaterStateOfRunningHandlersIsReleasedOnceASecond",
         ),
+        "References that its running calls create afterwards": ("LaterStateOfRunningHandlersIsReleasedOnceASecond",),
         "Waiting for an RRef that it was to create here raises an error": (
             "test_no_wait_for_a_value_that_a_dead_worker_was_to_make",
             "test_a_worker_takes_the_place_of_one_that_was_killed",
@@ -231,11 +231,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Without memory for a message, only its call fails": ("test_out_of_memory_fails_one_call_and_names_the_place",),
         "If a tensor of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
         "its call ends at its timeout": ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
-        "Without a file for a connection, the call that needs it": (
+        "Without a file descriptor for a connection, the call": (
             "test_out_of_files_only_the_call_that_connects_fails",
         ),
-        "A later one connects": ("test_out_of_files_only_the_call_that_connects_fails",),
-        "If files are short, no living worker is lost, and the other side is not blamed": (
+        "A later call connects": ("test_out_of_files_only_the_call_that_connects_fails",),
+        "If file descriptors run out, no living worker is lost": (
             "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
             "AProcessThatLivesIsNotTakenForEndedForWantOfFiles",
             "test_a_worker_with_all_files_open_keeps_its_neighbours",
@@ -244,7 +244,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "FilesForUcxTest",
             "test_init_rpc_refuses_too_few_files_before_ucx_aborts",
         ),
-        "A worker without free files accepts a new connection": (
+        "A worker without free file descriptors accepts": (
             "test_a_worker_with_all_files_open_can_be_called_by_new_peers",
         ),
         "If /dev/shm is full": ("test_with_dev_shm_full_workers_still_share_memory",),

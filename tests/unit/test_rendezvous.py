@@ -234,7 +234,7 @@ def test_a_server_is_awaited(bound_to: str) -> None:
     with socket.socket(family) as server:
         server.bind((bound_to, 0))
         port = server.getsockname()[1]
-        with pytest.raises(JoinTimedOut, match="nobody listens"):
+        with pytest.raises(JoinTimedOut, match="no server listens"):
             await_listener(host, port, "rank 0", Deadline(0.05), "")
         threading.Timer(0.2, server.listen).start()
         await_listener(host, port, "rank 0", Deadline(5), "")

@@ -47,9 +47,9 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
         except OSError as error:
             if deadline.passed():
                 raise JoinTimedOut(
-                    f"nobody listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be running "
-                    f"there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the init_method, name "
-                    f"its host and port and are the same for every worker.{hint}",
+                    f"no server listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be "
+                    f"running there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the "
+                    f"init_method, name its host and port and are the same for every worker.{hint}",
                     timeout=deadline.timeout,
                 ) from error
         time.sleep(min(pause, deadline.remaining()))

@@ -81,8 +81,8 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
         return part(store, own, secret, deadline)
     except DistError as error:
         raise JoinFailed(
-            f"{own} lost the Store while it waited for the other workers: rank 0, or whoever hosts the Store, has "
-            f"ended or given up, and its output tells why. ({error})"
+            f"{own} lost the Store while it waited for the other workers: rank 0, or the process that hosts the Store, "
+            f"has ended or given up, and its output says why. ({error})"
         ) from error
 
 
@@ -235,7 +235,7 @@ def _announce(
     whom: Callable[[], set[int]],
     at_least: int,
 ) -> None:
-    """Publish it until ``at_least`` workers have read it, and all of ``whom`` (by session), or their time is up."""
+    """Publish the verdict until all of ``whom`` (by session), and ``at_least`` workers, have read it, or time is up."""
     told: set[int] | None = None
     for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
         sessions = whom()
@@ -401,7 +401,7 @@ def _check_agreement(records: list[Record]) -> None:
         if earlier.rank == later.rank:
             raise JoinFailed(
                 f"rank {earlier.rank} is taken twice, by {earlier} and by {later}; start every worker with a rank of "
-                f"its own, and all of them anew if one of these was there before."
+                f"its own, and restart all of them if one of these was there before."
             )
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.name)):
         if earlier.name == later.name:
@@ -446,7 +446,7 @@ def _came_too_late(own: Record, verdict: Entry, members: list[Record]) -> JoinFa
     rival = next((member for member in members if member.rank == own.rank), members[0])
     return JoinFailed(
         f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, "
-        f"with {rival}. Start all workers anew; a file:// Store that an earlier run left behind has to be removed."
+        f"with {rival}. Restart all workers, and remove a file:// Store that an earlier run left behind."
     )
 
 

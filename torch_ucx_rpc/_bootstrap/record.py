@@ -85,7 +85,7 @@ class Record(NamedTuple):
         try:
             for name, kind in _plain_fields().items():
                 if not set(map(type, columns[name])) <= {kind}:
-                    raise TypeError(f"its {name} is no {kind.__name__}")
+                    raise TypeError(f"its {name} is not a {kind.__name__}")
             columns = {**columns, **_convert_device_columns(columns)}
             return [cls(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         # Wrong values may raise any of these; RuntimeError is torch's, for an impossible device.

@@ -102,7 +102,7 @@ def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(
             f"with UCX_HANDLE_ERRORS={environ['UCX_HANDLE_ERRORS']} a worker that crashes stops and does not end, and "
             f"calls to it wait for their timeouts",
-            "set it to bt or none, unless somebody waits for crashes with a debugger",
+            "set it to bt or none, unless you wait for crashes with a debugger",
         )
     if environ.get("UCX_TCP_CONN_NB", "").lower() in _NO:
         yield Problem(

@@ -32,7 +32,7 @@ def cure_for(error: Exception) -> str:
 
 
 def end(workers: Iterable[Worker]) -> None:
-    """End these workers, by SIGTERM, and by SIGKILL if they do not heed it."""
+    """End these workers, by SIGTERM, and by SIGKILL if that does not help."""
     running = [worker for worker in workers if worker.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for worker in running:

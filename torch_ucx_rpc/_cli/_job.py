@@ -29,7 +29,7 @@ from torch_ucx_rpc._cli._signals import Signals
 from torch_ucx_rpc._cli._starter.client import Starter
 from torch_ucx_rpc._launch.environment import default_name
 
-# Seconds between two looks at the workers, and at the Store, which tells of other machines.
+# Seconds between two looks at the workers, and at the Store, which has news of other machines.
 MONITOR_INTERVAL_S = 0.05
 
 # When a worker has failed, another one that has written a traceback has this long to end: the first failure may be its
@@ -243,12 +243,12 @@ class JobAgent(LocalElasticAgent):
             raise Failure(**json.loads(news))
 
     def _first_of_all(self, worker_group: Any, failure: Failure) -> Failure:
-        """The first failure of this attempt on all machines: this one, unless another has been told already."""
+        """The first failure of this attempt on all machines: this one, unless another was published before."""
         told = self._tell(worker_group, _FAILED.format(attempt=self._attempt), json.dumps(dataclasses.asdict(failure)))
         return Failure(**json.loads(told))
 
     def _tell(self, worker_group: Any, key: str, news: str) -> str:
-        """Tell all machines, unless another was faster; returns what they have been told."""
+        """Publish ``news`` to all machines, unless another was faster; return what was published."""
         if worker_group.group_world_size > 1:
             # Without a Store, the others know that something is wrong.
             with contextlib.suppress(DistError):

@@ -80,9 +80,9 @@ def _add_resolver(report: Report) -> None:
     report.add("machine", resolver=f"no answer in {took:.1f} s" if question.is_alive() else f"{took * 1000:.0f} ms")
     if question.is_alive():
         report.complain(
-            f"the resolver has not told the name of {address} in {took:.1f} s, and torchrun and TensorPipe's workers "
+            f"the resolver has not found the name of {address} in {took:.1f} s, and torchrun and TensorPipe's workers "
             f"ask it for their own",
-            "mend the DNS of this host (/etc/resolv.conf)",
+            "fix the DNS of this host (/etc/resolv.conf)",
         )
 
 

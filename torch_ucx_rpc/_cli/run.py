@@ -32,7 +32,7 @@ _ROLE = re.compile(r"[A-Za-z0-9_:-]{1,100}")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Ends with the exit code: 0, that of the first worker that failed, 128 and the number of a signal, or 6."""
+    """End with the exit code: 0, that of the first worker that failed, 128 plus the number of a signal, or 6."""
     program = _program(arguments)
     roles = dict(arguments.roles)
     if isinstance(arguments.nproc, str):
@@ -203,7 +203,7 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch_ucx_rpc._bootstrap.deadline import Deadline
     from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
 
-    # Workers tell the reason if it is an error.
+    # Workers report the reason if it is an error.
     with contextlib.suppress(ImportError):
         from torch_ucx_rpc._native import _C
 

@@ -73,7 +73,7 @@ def choose(options: PoolOptions, devices: Iterable[torch.device]) -> None:
 
 @functools.cache
 def _stop_at_exit() -> None:
-    """Give no memory back once the interpreter ends: RMM's resources are Python's, and may go before the tensors do."""
+    """Give no memory back once the interpreter ends: RMM's resources may be destroyed before the tensors."""
     atexit.register(_C.stop_device_pool)
 
 

@@ -1,4 +1,4 @@
-"""`wait`: it makes the thread wait for a value on devices, and not only its streams."""
+"""`wait`, with which the thread, and not only its streams, can wait for a value on devices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def wait(future: torch.futures.Future[T], *, blocking: bool = False) -> T:
-    """Wait for a future, and by choice for the data that its value has on devices.
+    """Wait for a future, and optionally for the data of its value on devices.
 
     ``future.wait()`` returns once the value is known, and orders the current streams after its data: a GPU may still be
-    writing these. With ``blocking`` the thread waits for the data, as the host must before it reads, measures or shares
+    writing them. With ``blocking`` the thread waits for the data, as the host must before it reads, measures or shares
     them without torch.
 
     Args:

@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 def find_launch(environ: Environ) -> Launch | None:
     """The launch according to the first launcher whose variables are set; None if there is none.
 
-    Raises ValueError for variables that are incomplete, no numbers, or contradict each other.
+    Raises ValueError for variables that are incomplete, not numbers, or contradict each other.
     """
     for read in (_read_plain, _read_open_mpi, _read_hydra, _read_slurm, _read_pmi):
         launch = read(environ)
@@ -73,7 +73,7 @@ def nothing_found(environ: Environ) -> str:
     if environ.get("SLURM_JOB_ID"):
         cure = f"This process is within job {environ['SLURM_JOB_ID']} of Slurm but no task of it: start it with srun,"
     return (
-        "init_rpc() finds nothing that tells this worker's rank and the number of workers. It has looked for RANK and "
+        "init_rpc() finds no source of this worker's rank and the number of workers. It has looked for RANK and "
         "WORLD_SIZE (torchrun, python -m torch_ucx_rpc run, Kubernetes, or by hand), OMPI_COMM_WORLD_RANK (Open MPI's "
         "mpirun), PMI_RANK (MPICH's mpirun), SLURM_PROCID with SLURM_STEP_ID (srun), and an initialized process group "
         f"of torch.distributed. {cure} or pass rank and world_size."

@@ -42,7 +42,7 @@ def init_rpc(
     * MASTER_ADDR and MASTER_PORT
     * under Slurm, the first host of the step
     * under an mpirun that uses only this host, this host
-    * under another mpirun, with mpi4py, the host of rank 0, which it tells over MPI
+    * under another mpirun, with mpi4py, the host of rank 0, asked over MPI
     * the Store of the process group
 
     If only a host is known, the port is one of four that follow from the number of the job.
@@ -111,7 +111,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
 def _no_host(launch: Launch) -> JoinFailed:
     option = "-x" if launch.launcher == "Open MPI" else "-genv"
     return JoinFailed(
-        f"{launch.launcher} has started the workers on several hosts and tells none of them where rank 0 is: set "
+        f"{launch.launcher} has started the workers on several hosts and does not say where rank 0 is: set "
         f"MASTER_ADDR to its host and MASTER_PORT to a free port there (mpirun {option}). Or install mpi4py, to "
         f"have MPI asked; or set {_INIT_METHOD} to file:///<path of a new file that all hosts see>."
     )

@@ -2,7 +2,7 @@
 
 Each worker listens on a Unix socket with a name in Linux's abstract namespace, ``torch_ucx_rpc/<pid>/<random>``. Such a
 socket needs no folder, vanishes with its process, can be found in ``/proc/net/unix``, and cannot be reached from other
-hosts. The kernel tells the user of a connection: the worker answers only its own user and root.
+hosts. The kernel identifies the user of a connection: the worker answers only its own user and root.
 
 A question is a line of JSON, an answer is one document of JSON, and nothing is unpickled::
 

@@ -1,4 +1,4 @@
-"""The changes of this package to torch, and the way of Python values through torch's RPC pickler.
+"""The changes of this package to torch, and the path of Python values through torch's RPC pickler.
 
 * ``patches``     `register`: every patch of torch, in one function
 * ``shutdown``    parts of a graceful shutdown in which torch would wait for the dead

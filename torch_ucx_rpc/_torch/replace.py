@@ -50,7 +50,7 @@ def is_asked_for() -> bool:
     value = os.environ.get(VARIABLE, "")
     if value not in (*OFF, "1"):
         raise ImportError(
-            f"{VARIABLE}={value} means nothing: set it to 1 to have UCX in the place of TensorPipe, or to 0, or leave "
+            f"{VARIABLE}={value} means nothing: set it to 1 to have UCX instead of TensorPipe, or to 0, or leave "
             f"it unset.",
             name="torch_ucx_rpc",
         )
@@ -90,4 +90,4 @@ def _say_so() -> None:
     global _said
     if not _said:
         _said = True
-        _logger.warning("%s: torch.distributed.rpc uses UCX in the place of TensorPipe in this process", VARIABLE)
+        _logger.warning("%s: torch.distributed.rpc uses UCX instead of TensorPipe in this process", VARIABLE)

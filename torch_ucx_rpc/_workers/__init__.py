@@ -1,4 +1,4 @@
-"""Other workers, and this one's life among them: the base of the libraries.
+"""Other workers, and the life of this worker: the base of the libraries.
 
 * ``lost``      `on_lost`, a callback for the end of other workers
 * ``life``      one life of this worker, and objects of the libraries that last as long

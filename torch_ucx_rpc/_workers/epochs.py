@@ -165,7 +165,7 @@ class Epochs:
             self._next_beat = now
 
     def suspect(self, member: Member, now: float) -> None:
-        """Ask that a member be left out that this one cannot work with."""
+        """Ask the others to leave out a member that this one cannot work with."""
         if self.is_out or member not in self.epoch.members or member == self.me:
             return
         if self._leads:
@@ -590,7 +590,7 @@ class Epochs:
 
     def _on_suspect(self, sender: Member, suspect: Suspect, now: float) -> None:
         if self._leads:
-            # A member that cannot reach the decider has to go.
+            # A member that cannot reach the decider must leave.
             self._leaving.add(sender if suspect.member == self.me else suspect.member)
             self._consider(now)
 

@@ -54,7 +54,7 @@ class Life:
         return agent is not None and self._agent() is agent
 
     def is_over(self) -> bool:
-        """True once UCX's agent is gone; other backends do not tell."""
+        """True once UCX's agent is gone; always False on other backends."""
         return self._agent() is None
 
     @property

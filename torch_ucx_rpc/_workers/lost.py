@@ -1,5 +1,4 @@
-"""The end of other workers: `on_lost`, a callback for it, and the tests with which the libraries recognize such
-failures.
+"""The end of other workers: `on_lost`, a callback for it, and tests by which the libraries recognize such failures.
 
 The agent calls back (`_set_on_gone`), on one of its threads. Other backends never call a subscriber, which must notice
 the end of a worker by a call that fails.

@@ -316,12 +316,12 @@ class Group:
             silent = ", ".join(sorted(repr(name) for name in self._epochs.not_free()))
             return (
                 f"worker {me!r} has not joined group {self.name!r} yet. It waits until a member lets it in, or "
-                f"all others have said that they are no members: {silent or 'no worker'} has not said so"
+                f"all others have said that they are not members: {silent or 'no worker'} has not said so"
             )
         if self._epochs.is_out:
             return (
-                f"worker {me!r} is no member of group {self.name!r} any more, which is in epoch {epoch.number}: it has "
-                f"left, was suspected, or has not been heard for {self.limit:g} s. It may join again, as a newcomer"
+                f"worker {me!r} is not a member of group {self.name!r} any more, which is in epoch {epoch.number}: it "
+                f"has left, was suspected, or has not been heard for {self.limit:g} s. It may join again, as a newcomer"
             )
         silent = ", ".join(sorted(repr(one.name) for one in self._epochs.quiet(time.monotonic(), self.limit / 2)))
         return (

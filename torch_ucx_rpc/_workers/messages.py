@@ -100,17 +100,17 @@ class Behind(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The sender is no member, and agrees to be one."""
+    """The sender is not a member, and wants to be one."""
 
 
 class Found(NamedTuple):
-    """The sender would found the group with this number, and asks all others to join no other one until then."""
+    """The sender wants to found the group with this number, and asks all others to join no other one until then."""
 
     number: int
 
 
 class Free(NamedTuple):
-    """The sender is no member either, as ``asker`` wanted to know. ``number`` is the largest that it has heard of."""
+    """The answer to ``asker``: the sender is not a member either. ``number`` is the largest that it has heard of."""
 
     asker: Member
     number: int
@@ -155,6 +155,6 @@ Message = (
 
 
 def epochs_in(message: Message) -> list[Epoch]:
-    """Return the epochs that a message tells of."""
+    """Return the epochs that a message contains."""
     accepted = (message.accepted or ()) if isinstance(message, Promise) else ()
     return [part for part in (*message, *accepted) if isinstance(part, Epoch)]

@@ -11,8 +11,8 @@ files in one process. `remote_modules` has the methods of nn.Module that torch's
 
 * `save`, `load`     the two functions; `async_save` is torch's name of an asynchronous save
 * `SaveFuture`       the result of an asynchronous save
-* `CheckpointError`  the failure of both
-* `Part`             the result of an object whose workers save it
+* `CheckpointError`  raised by both
+* `Part`             one worker's part of an object
 
 How it is laid out:
 

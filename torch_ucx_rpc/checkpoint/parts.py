@@ -216,8 +216,8 @@ def run_everywhere(
 ) -> dict[str | None, Any]:
     """Call ``function`` on each worker with its arguments, and here with those under None.
 
-    A worker may take ``timeout`` seconds, or as long as it likes with None, if it answers questions within
-    ``rpc_timeout``. Raises CheckpointError for the first failure.
+    A worker that answers questions within ``rpc_timeout`` may take ``timeout`` seconds; None is no limit.
+    Raises CheckpointError for the first failure.
     """
     until = math.inf if timeout is None else time.monotonic() + timeout
     futures = {}

@@ -117,11 +117,11 @@ def _lock(number: int, path: str, kind: int) -> None:
             now = time.monotonic()
             if now - began > _LONGEST_TURN_S:
                 raise OSError(
-                    f"somebody else has been saving into {path!r}, or loading from it, for {_LONGEST_TURN_S:.0f} s"
+                    f"another process has been saving into {path!r}, or loading from it, for {_LONGEST_TURN_S:.0f} s"
                 ) from None
             if now > warn_at:
                 warn_at = float("inf")
-                _logger.warning("still waiting for somebody else who saves into %r or loads from it", path)
+                _logger.warning("still waiting for another process that saves into %r or loads from it", path)
             time.sleep(_POLL_S)
         except OSError as error:
             _logger.debug("%r cannot be locked against other processes: %s", path, error)

@@ -199,7 +199,7 @@ class Office:
             self.changed.notify_all()
 
     def _suspect(self, name: str, error: RuntimeError) -> None:
-        _logger.info("%s: nothing can be said to %s: %s", self.name, name, error)
+        _logger.info("%s: no message reaches %s: %s", self.name, name, error)
         self.group.suspect(name)
 
     # -- the beginning of an epoch

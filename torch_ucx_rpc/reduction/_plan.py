@@ -19,7 +19,7 @@ _UNEVEN = 1.3
 
 
 def spread(sizes: Sequence[int], shards: int) -> list[int]:
-    """Return a shard for each of these sizes, so that all shards get about as much. Every process finds the same."""
+    """Return a shard for each of these sizes, so that all shards get about as much. All processes agree."""
     loads = [0] * shards
     assignment = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):

@@ -468,7 +468,7 @@ class Steps:
             names = [name for name in found if name != self._office.name]
             if names:
                 return (
-                    f"it waited for {', '.join(names)}. Where some need not come, serve(..., trainers=N) says how "
+                    f"it waited for {', '.join(names)}. If some need not come, serve(..., trainers=N) says how "
                     f"many do, and quorum=N lets a step go on without the slow"
                 )
             return "no trainer is missing: a host hangs, or the network is cut or slow"

@@ -168,7 +168,7 @@ def get(name: str) -> Any:
     if not (owners := owners_of(known.owners, name)):
         raise unknown(name)
     if not owners[0].offers[name].is_value:
-        raise TypeError(f"{name!r} is a service of {owners[0]}, and no value: services.call({name!r}, ...) calls it")
+        raise TypeError(f"{name!r} is a service of {owners[0]}, not a value: services.call({name!r}, ...) calls it")
     return rpc.remote(WorkerInfo(owners[0].worker, owners[0].rank), value_of, args=(name,))
 
 

@@ -100,7 +100,7 @@ def route_to(name: str) -> Route:
     if not owners:
         raise unknown(name)
     if owners[0].offers[name].is_value:
-        raise TypeError(f"{name!r} is a value of {owners[0]}, and no service: services.get({name!r}) has it")
+        raise TypeError(f"{name!r} is a value of {owners[0]}, not a service: services.get({name!r}) returns it")
     with known.lock:
         replicas = [known.replicas.setdefault(owner.life, Replica(owner)) for owner in owners]
         route = Route(name, owners, replicas, known.life.tells_ends)

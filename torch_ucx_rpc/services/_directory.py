@@ -347,7 +347,7 @@ class Directory:
                 self._told[one] = done.value()
             except RuntimeError as error:
                 # The decider needs this member's report. Leave it out, which begins another epoch.
-                _logger.debug("%s does not tell what it offers: %s", one.name, error)
+                _logger.debug("%s does not say what it offers: %s", one.name, error)
                 self._group.suspect(one.name)
                 return
             if len(self._told) == others:

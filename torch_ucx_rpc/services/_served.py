@@ -15,7 +15,7 @@ from torch_ucx_rpc.services._errors import NotServed, text_of_not_served
 
 
 class Served:
-    """The thing that this worker serves under a name, and the number of its calls."""
+    """A function or value that this worker serves under a name, and the number of its calls."""
 
     __slots__ = ("calls", "errors", "name", "open", "value")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Offer(NamedTuple):
-    """The thing behind a name on one worker."""
+    """What one worker offers under a name."""
 
     is_value: bool
     idempotent: bool = False

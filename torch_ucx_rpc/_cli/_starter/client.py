@@ -189,7 +189,7 @@ class Starter:
                     return f"the process that imports {', '.join(self._preload)} has ended with {end}"
 
     def _go_over_to_exec(self, reason: str) -> None:
-        print(f"torch_ucx_rpc run: each worker imports torch by itself (--start exec), since {reason}", file=sys.stderr)
+        print(f"torch_ucx_rpc run: each worker imports torch itself (--start exec), since {reason}", file=sys.stderr)
         self._forks = False
         self._launch()
 

@@ -79,7 +79,7 @@ class DevicePool {
   // Allocates memory that may be written to in the order of the current stream.
   c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
 
-  // Host memory for bytes that are received for a device and copied there later: pinned where setPinned() has told how,
+  // Host memory for bytes that are received for a device and copied there later: pinned where setPinned() was called,
   // the host pool's otherwise.
   void setPinned(AllocatePinned allocate);
   c10::DataPtr allocateStaging(c10::Device device, uint64_t bytes);

@@ -102,8 +102,8 @@ class Connection {
   // The endpoint of the path in use has been made, or has failed. Makes the transition that goes with it.
   void setEndpoint(std::optional<EndpointId> endpoint);
 
-  // Whether messages outlast the endpoint (docs/development/resumption.md). They do not where nothing would tell a peer
-  // that has died from one that is well, nor before the peer has admitted this worker.
+  // Whether messages outlast the endpoint (docs/development/resumption.md). They do not where a peer that has died
+  // would look like one that is well, nor before the peer has admitted this worker.
   bool mayResume() const {
     return peer_.mayResume.load(std::memory_order_relaxed) && state() != State::kJoining && state() != State::kClosed;
   }
@@ -241,7 +241,7 @@ class Connections {
   void makeReady(Connection& connection) {
     note(connection, Connection::Attention::kNow);
   }
-  // Something may be to do in the next round, and no event announces it.
+  // There may be work for the next round, which no event announces.
   void keepLooking(Connection& connection) {
     note(connection, Connection::Attention::kEachRound);
   }

@@ -30,7 +30,7 @@ struct BarrierRelease {
 };
 struct Refused {
   uint64_t callId = 0;
-  Error why; // of the codes, the receiver tells apart those that wire::RefusalReason has
+  Error why; // the receiver distinguishes only the codes of wire::RefusalReason
 };
 struct Taken {
   uint64_t bytes = 0;

@@ -5,8 +5,9 @@
 
 namespace torch_ucx_rpc {
 
-// Asks devices, which no event speaks for: whether the work is done that messages wait for, and whether released device
-// memory is still in use. Idle where RPC uses no devices. Thread-safe, except functions that need the worker lock.
+// Asks devices, whose progress no event announces: whether the work is done that messages wait for, and whether
+// released device memory is still in use. Idle where RPC uses no devices. Thread-safe, except functions that need the
+// worker lock.
 class DeviceWatch : private MessengerParts {
  public:
   DeviceWatch(const MessengerParts& parts, const DevicesInUse& devices);

@@ -60,7 +60,7 @@ class EventBuffer {
     pending().sent.push_back(std::move(message));
   }
   // An answer of which only some parts can leave. The caller has to learn of it first: the message ends when the caller
-  // lets go of these parts.
+  // releases these parts.
   void addCutAnswer(Peer& to, uint64_t callId, Error why) {
     pending().cutAnswers.push_back({&to, callId, std::move(why)});
   }

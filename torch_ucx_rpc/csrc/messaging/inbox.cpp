@@ -113,7 +113,7 @@ void Inbox::onReceived(Connection& from, std::span<const std::byte> body) {
 
 void Inbox::rejectFrame(FrameFault fault, const std::string& what) {
   countRefused();
-  // One warning for each sort: otherwise a stranger could fill the log.
+  // One warning for each kind: otherwise a stranger could fill the log.
   if (!hasWarned_.test(static_cast<size_t>(fault))) {
     hasWarned_.set(static_cast<size_t>(fault));
     events_.addWarning("refused " + what + " (more of the kind are only counted: agent.frames_refused in get_metrics)");

@@ -70,8 +70,8 @@ class Inbox final : public TransportListener, private ReceivingParts {
     receiver_.close();
   }
 
-  // Receive or drop a value that onPutAnnounced() has held back. To receive it, if it is not there any more, is
-  // rejected.
+  // Receive or drop a value that onPutAnnounced() has held back. Receiving a value that is not there any more rejects
+  // it.
   void receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into);
   void dropPut(Peer& from, uint64_t number);
 
@@ -82,7 +82,7 @@ class Inbox final : public TransportListener, private ReceivingParts {
   void dropPeer(const Peer& peer);
 
   // The number of frames that were refused: from strangers or other jobs, forged, replayed, or malformed. The first of
-  // each sort also causes a warning. Any thread.
+  // each kind also causes a warning. Any thread.
   uint64_t refusedFrames() const {
     return refusedFrames_.load(std::memory_order_relaxed);
   }

@@ -49,7 +49,7 @@ Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
     return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
   Peer& peer = connection.peer();
-  // A goodbye tells a worker that it is gone for this one, which may have come to be so before the goodbye's turn.
+  // A goodbye leaves all the same: it tells the peer that it is gone for this worker.
   if (connection.state() == Connection::State::kClosed && message.header.kind != wire::Kind::kGoodbye) {
     return peer.whyGone();
   }

@@ -83,7 +83,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // The same while a message is being received. A slow network is no deadlock, so this is longer; and a sender that
+  // The same while a message is being received. A slow network is not a deadlock, so this is longer; and a sender that
   // hangs must not stop the others for good.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // The most bytes of queued requests.

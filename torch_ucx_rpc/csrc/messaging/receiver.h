@@ -75,7 +75,7 @@ class Receiver : private ReceivingParts {
     return isBusy(&Receiving::deviceBytes, more, kReceivingDeviceBytes, now);
   }
 
-  // The bytes of a message that will be received into memory of devices. None if its body does not tell yet.
+  // The bytes of a message that will be received into memory of devices. None if its body does not say yet.
   uint64_t deviceBytesOf(const wire::Assembled& assembled) const;
 
   // Makes the connection ready, and startDeferred() then gets memory for the message and receives it.
@@ -101,7 +101,7 @@ class Receiver : private ReceivingParts {
     return hasFinished_;
   }
 
-  // Whether the message is an answer that nobody awaits any more.
+  // Whether the message is an answer that no caller awaits any more.
   bool isAbandoned(const Peer& from, const wire::Header& header) const {
     return header.kind == wire::Kind::kResponse && !handlers_.answers->isAwaited(from, header.callId);
   }
@@ -121,7 +121,7 @@ class Receiver : private ReceivingParts {
   using Stage = Receiving::Stage;
 
   bool isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const;
-  // Sees to memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
+  // Provides memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
   // from host memory.
   void planMemory(Receiving& receiving);
   std::vector<DeviceAllocation::Span> planDevices(

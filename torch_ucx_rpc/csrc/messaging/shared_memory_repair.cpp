@@ -50,7 +50,7 @@ void SharedMemoryRepair::repairWithWorkerLock() {
     if (!std::exchange(hasWarned_, true)) {
       events_.addWarning(
           "messages of workers on this machine do not arrive: a process has ended or been stopped while it wrote one "
-          "into shared memory, and nobody can tell whether it will go on. From now on these workers and this one use "
+          "into shared memory, and may never go on. From now on these workers and this one use "
           "the network, unless UCX_TLS leaves it out; messages that were under way arrive when that process goes on");
     }
     for (Peer* peer : directory_.present()) {

@@ -37,8 +37,8 @@ struct NativeCode {
 
 struct NativeCompiler {
   // Makes the code for tensor arguments of these types, in the order of the schema. Throws the error that the caller of
-  // the operator shall see. Called once for each such list, or by several threads that are the first together. The code
-  // must stay.
+  // the operator should see. Called once for each such list, or by several threads that are the first together. The
+  // code must stay.
   std::function<NativeCode(const std::vector<TensorType>&)> compile;
   // Says why the code failed with these arguments.
   std::function<std::string(const std::vector<c10::IValue>&)> explain;

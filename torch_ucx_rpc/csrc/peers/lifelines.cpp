@@ -69,7 +69,7 @@ bool Lifelines::open(uint64_t session, Line& line) {
   try {
     watch_(line.socket, [this, session] { onEvent(session); });
   } catch (const std::exception&) {
-    // The kernel watches no more for this user. The heartbeat goes on without the lifeline.
+    // The kernel gives this user no more watches. The heartbeat goes on without the lifeline.
     ::close(std::exchange(line.socket, -1));
     return false;
   }

@@ -43,8 +43,8 @@ struct Member {
 };
 
 // A worker of the job as this agent sees it: its identity, whether it is there, and the numbers that any thread may
-// read. The agent itself is a peer too. How messages reach the worker is the affair of its Connection. Thread-safe,
-// except `connection`.
+// read. The agent itself is a peer too. Its Connection knows how messages reach the worker. Thread-safe, except
+// `connection`.
 class Peer {
  public:
   enum class State : uint8_t {

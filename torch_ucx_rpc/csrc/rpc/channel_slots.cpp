@@ -299,7 +299,7 @@ void Channel::endEpochsLocked(
   }
   group.slots.erase(group.slots.begin(), end);
   // Values that are being received for waits of these epochs are dropped when they come. A wait for a value in posted
-  // tensors ends then too: whoever gets the failure may use the tensors again.
+  // tensors ends then too: the caller that gets the failure may use the tensors again.
   for (const auto& [number, arrival] : underWay_) {
     if (arrival->expected && arrival->name.epoch < before && arrival->name.group == name) {
       arrival->state = Arrival::State::kDropped;

@@ -72,7 +72,7 @@ Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
       isHandling = isHandling || peer->requestsOpen.load() != 0;
     }
   }
-  // Once the handlers of the dead are through, they leave nothing more, and further passes would cost more with each
+  // Once the handlers of the dead have ended, they leave nothing more, and further passes would cost more with each
   // dead worker. But threads may still come to wait for values that the dead were to make, so all passes look for
   // those.
   const bool mayHoldMore = isHandling || passesLeft_.load() > 0;
@@ -117,7 +117,7 @@ void OrphanedState::release(const Ranks& gone) {
       deleteForks(forks, callback_);
       closeContexts(contexts);
     } catch (const std::exception& error) {
-      warn(std::string("could not release all that workers held which are gone: ") + error.what());
+      warn(std::string("could not release all that dead workers held: ") + error.what());
     }
   });
 }

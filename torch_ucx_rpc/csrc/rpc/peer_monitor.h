@@ -12,9 +12,9 @@
 
 namespace torch_ucx_rpc {
 
-// Decides that a peer is gone, and tells everybody concerned, once. It learns of an end from the peer's goodbye, from
-// the end of its process (same machine), from its silence or the end of its lifeline (elsewhere), or from the
-// transport. A lost worker stays lost; late messages are dropped. Thread-safe.
+// Decides that a peer is gone, and tells its observers, once. It learns of an end from the peer's goodbye, from the end
+// of its process (same machine), from its silence or the end of its lifeline (elsewhere), or from the transport. A lost
+// worker stays lost; late messages are dropped. Thread-safe.
 class PeerMonitor final : public PeerHandler, private AgentParts {
  public:
   PeerMonitor(
@@ -40,7 +40,7 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
   }
 
   // Tells peers that this worker ends, so that none of them takes it for a crash. All of this worker's answers must
-  // have been sent: a peer that hears the goodbye awaits none any more. Says nothing if everybody is leaving.
+  // have been sent: a peer that hears the goodbye awaits none any more. Says nothing if all workers are leaving.
   void sayGoodbye();
 
   // PeerHandler.

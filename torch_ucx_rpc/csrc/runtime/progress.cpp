@@ -195,7 +195,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     if (hasPending()) {
       continue;
     }
-    // A spinning thread keeps the lock, so one spins for everybody. It is the waiting caller, if there is one.
+    // A spinning thread keeps the lock, so one thread spins for all. It is the waiting caller, if there is one.
     const bool isCallersTurn = role == Role::kLeader && hasWaitingCaller_.load();
     if (lockWaiters_.load() == 0 && !isCallersTurn && !isDone() && wait.spin(awaitedLocked())) {
       if (++spins_ % kSpinsBetweenLooks == 0) {

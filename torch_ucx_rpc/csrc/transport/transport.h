@@ -25,8 +25,8 @@
 //
 // Exceptions. A callback may throw. No exception crosses UCX's C frames, and the transport stays usable:
 // - Out of onEager and onRendezvous: the message is lost, see TransportListener.
-// - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. The next
-//   progress() tells the rest. close() swallows it.
+// - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. The next progress()
+//   reports the rest. close() swallows it.
 
 namespace torch_ucx_rpc {
 
@@ -51,7 +51,7 @@ enum class Memory : uint8_t {
 enum class RepairState : uint8_t {
   kWhole, // nothing is missing, or nothing can be missing because there is no shared memory
   kUndecided, // a message is missing, and its sender may still be writing it: scan and ask again in some milliseconds
-  // A message is missing, and nobody can tell whether its sender still writes it. This worker gets nothing more over
+  // A message is missing, and it is unknown whether its sender still writes it. This worker gets nothing more over
   // shared memory until the sender marks it, or ends. Keep asking: the state returns to kWhole then.
   kUnrepairable,
 };
@@ -150,7 +150,7 @@ class Transport {
   virtual std::vector<std::string> lanes(EndpointId endpoint) const = 0;
 
   // Repair. A process of this machine that dies while it writes into this worker's shared memory leaves a gap there,
-  // and nothing behind the gap arrives, whoever sent it. After a process has died, and whenever this worker seems deaf,
+  // and nothing behind the gap arrives, from any sender. After a process has died, and whenever this worker seems deaf,
   // call repairState() under the worker lock. While it returns kUndecided, call scanForRepair() and then repairState()
   // again, every 20 ms or so.
   //
@@ -167,7 +167,7 @@ class Transport {
   // Gives up one endpoint. Its operations complete, with an error unless the peer took them before. Over TCP they
   // complete when what was begun has left this machine or the kernel has given up, which may take minutes; over other
   // transports they complete within a few calls of progress(). A rendezvous of memory that is also under way to another
-  // endpoint may complete only with that one: UCX lets go of the memory once.
+  // endpoint may complete only with that one: UCX releases the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
   // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Untaken

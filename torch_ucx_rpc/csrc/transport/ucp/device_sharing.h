@@ -18,7 +18,7 @@ struct UcpLibrary; // ucp_version.h
 // allocator and of RMM's default resources. It cannot for cudaMallocAsync's, nor for those of CUDA's virtual memory
 // management (torch's expandable_segments): the published wheels are built without handles for the latter, and a UCX
 // that has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Such
-// bytes travel another, slower way, without a word.
+// bytes travel in another, slower way, without a warning.
 //
 // True where there is no driver, or it does not know the address. Any thread may call it.
 bool canShareDeviceMemory(const void* address, uint64_t bytes);
@@ -33,11 +33,11 @@ bool hasCudaIpc(ucp_context_h context);
 Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc);
 
 // Says to the user that UCX takes these bytes of a CUDA device for the host's, and what to do; no error where it does
-// not. UCX keeps a cache of allocations. Memory that is missing there is the host's to UCX, whatever it is told with a
-// send or receive (1.22), and the process would end with SIGSEGV. Takes some microseconds.
+// not. UCX keeps a cache of allocations. Memory that is missing there counts as the host's for UCX, whatever a send or
+// receive says (1.22), and the process would end with SIGSEGV. Takes some microseconds.
 Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes);
 
-// The memory of CUDA devices that a context may get. Needs the worker lock, but for canShare() and refusal().
+// The memory of CUDA devices that a context may get. Needs the worker lock, except canShare() and refusal().
 class DeviceMemoryAccess {
  public:
   DeviceMemoryAccess() = default; // nothing, without a context

@@ -92,8 +92,8 @@ int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
 }
 
 // While a connection waits, UCX's thread would ask for it without a pause, and hold the lock of the worker each time.
-// On a single core no other thread would get that lock, as whoever wants it spins. The pause is here, where the thread
-// has no lock. A thread that only looks has the lock, and goes on.
+// On a single core no other thread would get that lock, as every thread that wants it spins. The pause is here, where
+// the thread has no lock. A thread that only looks has the lock, and goes on.
 int epollWaitForUcx(int epoll, epoll_event* events, int most, int timeoutMs) {
   if (timeoutMs != 0 && isConnectionWaiting) {
     isConnectionWaiting = false;

@@ -3,10 +3,10 @@
 namespace torch_ucx_rpc {
 
 // A reserve of files for UCX, for the moment when the process may open no more. UCX does not expect a lack of files,
-// and does not get over it:
+// and does not survive it:
 // - It closes its TCP port for good when it cannot accept a connection (uct_tcp_iface_connect_handler()). Workers that
 //   come later could not call this one. Now such a connection waits, and is accepted when there is a file.
-// - It opens a socket to look at a network card. If it cannot, it takes the card for useless ever after ("cannot find
+// - It opens a socket to look at a network card. If it cannot, it takes the card for useless for good ("cannot find
 //   remote protocol"), or ends the process ("failed to set active message handler"). Now it gets one of the reserve.
 //
 // Its TCP sockets are also told to resend every second after a cut, instead of ever less often.

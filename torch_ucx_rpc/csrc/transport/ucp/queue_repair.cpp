@@ -48,7 +48,7 @@ bool isElsewhere(const std::string& thread) {
 std::string whyQueuesAreNotRepaired(const std::string& ucxVersion) {
   std::pair<int, int> version{0, 0};
   if (std::sscanf(ucxVersion.c_str(), "%d.%d", &version.first, &version.second) != 2) {
-    return "'" + ucxVersion + "' is no version of UCX";
+    return "'" + ucxVersion + "' is not a version of UCX";
   }
   if (version < kOldestTested || version > kNewestTested) {
     return "UCX " + dotted(version) + " was not tested; " + dotted(kOldestTested) + " to " + dotted(kNewestTested) +

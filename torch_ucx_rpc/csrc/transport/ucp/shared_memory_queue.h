@@ -14,7 +14,7 @@ namespace torch_ucx_rpc {
 // The queue through which the processes of a machine send to a UCX worker over shared memory: a ring of slots in memory
 // that belongs to the receiver. A sender takes a slot, writes its message, and marks the slot as written. The receiver
 // reads slot after slot. UCX has no answer to a sender that is killed in between: its slot is never marked, and the
-// receiver gets nothing more over shared memory, from anybody. So this class looks into the ring behind UCX's back.
+// receiver gets nothing more over shared memory, from any sender. So this class looks into the ring behind UCX's back.
 //
 // The layout is uct_mm's, the same from UCX 1.14 to 1.22 (src/uct/sm/mm/base/mm_iface.h). A ring is recognized by what
 // UCX writes into a new one. A ring that looks different is left alone.
@@ -45,9 +45,9 @@ class SharedMemoryQueue {
   // The processes that have this memory mapped, and so may write. Nothing where this process may not see all of them,
   // or has no file left to look with:
   // - System V memory: the kernel counts its users, and each must be found.
-  // - POSIX memory: nobody counts. So this process must be in the machine's first pid namespace, where no process is
-  //   out of sight, and may read the mappings of all processes of its user: UCX gives no other user access. Containers
-  //   get nothing.
+  // - POSIX memory: the kernel does not count. So this process must be in the machine's first pid namespace, where no
+  //   process is out of sight, and may read the mappings of all processes of its user: UCX gives no other user access.
+  //   Containers get nothing.
   std::optional<std::vector<pid_t>> processes() const;
 
  private:
@@ -58,7 +58,7 @@ class SharedMemoryQueue {
 
   // Nothing if the mappings cannot be read; errno says why.
   static std::optional<std::vector<Mapping>> mappingsOf(const std::string& process);
-  // False if a process whose mappings may not be read cannot have this memory mapped, or is no more.
+  // False if a process whose mappings may not be read cannot have this memory mapped, or has ended.
   static bool mayHideMappings(const std::string& process, int why);
   static std::optional<SharedMemoryQueue> recognize(const Mapping& mapping);
 

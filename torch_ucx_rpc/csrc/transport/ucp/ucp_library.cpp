@@ -142,7 +142,7 @@ const char* cureOf(ucs_status_t status) {
     case UCS_ERR_NO_RESOURCE:
     case UCS_ERR_SHMEM_SEGMENT:
     case UCS_ERR_IO_ERROR:
-      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free "
+      return "Something is used up; UCX's line above says more: look at df /dev/shm, ipcs -l -u, free "
              "and ulimit -a.";
     default:
       return "If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "

@@ -18,7 +18,8 @@ ucp_context_h startUcx(size_t expectedPeers, const std::string& networkDevices);
 // transports ("shm"), exclusion ("^tcp") and the auxiliary form ("tcp:aux"). An empty `tls` allows all.
 bool allowsTransport(const std::string& tls, const std::string& transport);
 
-// Says in a sentence what UCX_TLS, set to `tls`, lacks for connecting to anybody. Empty if it lacks nothing known.
+// Says in a sentence what UCX_TLS, set to `tls`, lacks for connecting to another worker. Empty if it lacks nothing
+// known.
 std::string whatIsLackingToConnect(const std::string& tls);
 
 // The meaning of the status of an operation.

@@ -37,8 +37,8 @@ void warnOfLoss(const std::exception_ptr& loss) {
   } catch (const std::exception& error) {
     warn(
         std::string("dropped a message that could not be stored (") + error.what() +
-        "); further ones are dropped without a word");
-  } catch (...) { // it has no words
+        "); further ones are dropped without a warning");
+  } catch (...) { // it has no text
   }
 }
 

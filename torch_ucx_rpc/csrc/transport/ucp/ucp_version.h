@@ -6,7 +6,7 @@
 namespace torch_ucx_rpc {
 
 // Version ("1.22.0") and file of the libucp that this process has loaded. The file is empty where the linker does not
-// tell.
+// know it.
 struct UcpLibrary {
   std::string version;
   std::string path;
