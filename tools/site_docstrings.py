@@ -13,7 +13,7 @@ from typing import Any
 
 import griffe
 
-LAYOUT = re.compile(r"\n(?:How (?:the package|it) is laid out|The package, module by module).*", re.DOTALL)
+LAYOUT = re.compile(r"\n(?:How (?:the package|it) is laid out|The modules and folders of the package).*", re.DOTALL)
 # An indented block after a paragraph that ends in two colons, or with prompts.
 CODE = re.compile(
     r"^(?P<indent>[ ]*)(?P<announced>[^\n]*)::\n\n(?P<code>(?:(?P=indent)[ ]+[^\n]*(?:\n|\Z)|[ ]*\n)+)"
