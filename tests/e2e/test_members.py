@@ -208,7 +208,7 @@ def lose_rank_0(rank: int) -> str:
 def test_the_loss_of_the_store_is_explained() -> None:
     # torch itself reports the closed connection on stderr.
     _, *errors = run_workers(2, lose_rank_0, init=False, silent=False, exit_codes={0: 0})
-    assert all("rank 0, or whoever hosts the Store, has ended or given up" in error for error in errors)
+    assert all("rank 0, or the process that hosts the Store, has ended or given up" in error for error in errors)
 
 
 # ---- Again -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from _torch_ucx_rpc_cli import ExitCode
 from tests.support.workers import eventually
 
 COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
-BY_EXEC = "torch_ucx_rpc run: each worker imports torch by itself (--start exec), since "
+BY_EXEC = "torch_ucx_rpc run: each worker imports torch itself (--start exec), since "
 
 both = pytest.mark.parametrize("start", ["fork", "exec"])
 

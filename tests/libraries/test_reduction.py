@@ -536,7 +536,7 @@ def miss_a_trainer(rank: int, steps: Steps) -> None:
     if rank == 1:
         server = reduction.serve("worker0")
         with pytest.raises(
-            RuntimeError, match=r"it waited for worker2\. Where some need not come, serve\(..., trainers"
+            RuntimeError, match=r"it waited for worker2\. If some need not come, serve\(..., trainers"
         ):
             reduction.push_pull(server, torch.ones(2))
     steps.done(f"done {rank}")
