@@ -107,7 +107,7 @@ def progress(chosen: Mapping[str, harness.Benchmark], rounds: int | None) -> Ite
 
     total = 0
     for benchmark in chosen.values():
-        with contextlib.suppress(Exception):  # which the benchmark itself is going to raise again, and tell
+        with contextlib.suppress(Exception):  # which the benchmark itself will raise again
             total += harness.steps(benchmark, rounds)
     with tqdm(total=total, unit="step", disable=not sys.stderr.isatty()) as bar:
 
@@ -125,7 +125,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--all", action="store_true", help="also those that take long")
     parser.add_argument("--rounds", type=int, help="rounds of each contender (default: each benchmark's own)")
-    parser.add_argument("--minutes", type=float, help="after so many, each benchmark that is left has one round")
+    parser.add_argument("--minutes", type=float, help="after so many, the remaining benchmarks have one round each")
     parser.add_argument("--json", type=Path, help="keep every round here")
     parser.add_argument("--record", metavar="NAME", help="the same in benchmarks/results, for the docs")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, instead of TensorPipe")

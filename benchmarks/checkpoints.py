@@ -2,8 +2,8 @@
 
 * PAUSE: two stages of 128 MiB each, saved so that the caller waits for the files, and asynchronously, where it waits
   until all has been copied.
-* MEMORY: how far the memory of a worker grows while it saves its part and while it reads it, of the part's size. Each
-  worker has a quarter of the model: one that held another's part would grow by the whole of its own.
+* MEMORY: how far the memory of a worker grows while it saves its part and while it reads it, as a share of the part.
+  Each worker has a quarter of the model: one that held another's part would grow by the whole of its own.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 worker1 answers too late, while threads of both workers keep the two processes and the transport busy with small calls
 and calls of 1 MiB. How long after its deadline does a call fail? 2,000 calls have deadlines at many moments, and 1,000
 the same one. Then 100,000 calls that time out, and the growth of the resident memory of both workers after the first
-tenth of them; of the calls and of the late answers a tenth has 1 MiB.
+tenth of them; a tenth of the calls and of the late answers has 1 MiB.
 """
 
 from __future__ import annotations

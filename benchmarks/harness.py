@@ -2,7 +2,7 @@
 
 A benchmark asks one question. It measures figures, with the bounds that a ratio must keep. Its contenders are RPC jobs
 on UCX and on TensorPipe, and baselines such as a memcpy (jobs.py). They are measured one after the other, round by
-round, so that other load of the machine strikes all alike. Reported are the medians over the rounds, lowest and
+round, so that other load of the machine affects all alike. Reported are the medians over the rounds, lowest and
 highest, and the median of each round's ratio: ratios are what to trust on a shared machine.
 
 TensorPipe comes in two configurations, and a ratio is taken to the better one in each round. A contender that fails or

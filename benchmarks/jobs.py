@@ -36,7 +36,7 @@ class Transport:
     backend: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # A pattern of its lanes to another worker; TensorPipe does not tell its own.
+    # A pattern of its lanes to another worker; TensorPipe does not report its own.
     lanes: str = ""
     # Another checkout, built in place, whose package the workers import instead of this one's.
     tree: str = ""
@@ -80,7 +80,7 @@ LIMIT_S = 180.0
 _END_S = 20.0
 
 
-# The lanes of the contenders' messages, as far as they tell them.
+# The lanes of the contenders' messages, as far as they report them.
 LANES: dict[str, str] = {}
 
 
@@ -93,7 +93,7 @@ def _work(
     turns: Any,
     is_over: Any,
 ) -> None:
-    """A worker; only worker0 has ``turns``, whose end tells that it is gone.
+    """A worker; only worker0 has ``turns``, whose end shows that it is gone.
 
     ``is_over`` is for jobs in which workers are killed: it says when the job ends.
     """

@@ -80,7 +80,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def _gpu() -> str:
-    """Its name and driver, and how the processes share it: in turns, or through NVIDIA's Multi-Process Service."""
+    """The GPU's name and driver, and how processes share it: in turns, or through NVIDIA's Multi-Process Service."""
     named = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     shared = "MPS" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else "time slices"
     return f"{named[0] if named else 'unknown'}, shared by {shared}"

@@ -1,4 +1,4 @@
-"""Draws what a file of ``python -m benchmarks --json FILE`` holds.
+"""Draws the results in a file of ``python -m benchmarks --json FILE``.
 
     python -m benchmarks.plot FILE [--folder docs/figures]
 

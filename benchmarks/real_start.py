@@ -5,7 +5,7 @@
     python benchmarks/real_start.py 256 --simulated                    then the simulation of the same
 
 Each job is a process that has imported torch and the package, and forks the workers. They share the processors: the
-simulation (simulated_start.py) gets the CPU time of a worker, divided by the processors, and must then tell the same
+simulation (simulated_start.py) gets the CPU time of a worker, divided by the processors, and must then give the same
 time and bytes, to within 30 %. Memory is one worker's alone (private pages).
 
 The Store alone uses the loopback interface here, and the kernel counts its bytes. If other programs use it too:
@@ -67,7 +67,7 @@ def job(workers: int) -> dict[str, float]:
             lines = [end.makefile("r").readline() for end in ends]
             totals |= {f"{step}, s": time.perf_counter() - began, f"{step}, bytes": loopback_bytes() - before}
             if not all(lines):
-                raise RuntimeError(f"{lines.count('')} workers have failed in {step}; their output tells why")
+                raise RuntimeError(f"{lines.count('')} workers have failed in {step}; their output says why")
             reports[step] = [json.loads(line) for line in lines]
         for _ in ends:
             os.wait()

@@ -6,7 +6,7 @@ and the hook of `torch_ucx_rpc.reduction`, shared by the trainers themselves or 
 with DistributedDataParallel on gloo; and with a server as one would write it by hand, with ``rpc_sync``.
 
 Then disturbances: one of four trainers is killed, and the slowest of the next steps is compared with a usual one; and
-one computes ten times as long as the others, who do not wait for it (``quorum=3``).
+one computes ten times as long as the others, which do not wait for it (``quorum=3``).
 """
 
 from __future__ import annotations

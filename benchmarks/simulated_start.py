@@ -72,7 +72,7 @@ class Clock:
         self._push(at, worker)
 
     def start(self, at: float, work: Callable[[], None], takes_time: bool) -> None:
-        """Have a worker begin; with ``takes_time`` it needs the time for which it computes here."""
+        """Start a worker; with ``takes_time`` its computing here takes simulated time too."""
         worker = greenlet(work, parent=getcurrent())
         if takes_time:
             self._measured = worker

@@ -274,7 +274,7 @@ class Run:
         return "\n\n".join([PREFACE.format(run=self.name), *("\n".join(lines) for lines in parts)]) + "\n"
 
     def broken(self, claim: Claim) -> Iterator[str]:
-        """The figures that do not bear the claim out."""
+        """The figures that contradict the claim."""
         result = self.result(claim.benchmark)
         for figure in result.benchmark.figures:
             ratio = result.ratio(figure, harness.Bound(None, reference=claim.reference))

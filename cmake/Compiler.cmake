@@ -32,7 +32,8 @@ if(TORCH_UCX_RPC_SANITIZE)
   if(NOT sanitizers)
     message(FATAL_ERROR "torch_ucx_rpc: TORCH_UCX_RPC_SANITIZE is address or thread, not ${TORCH_UCX_RPC_SANITIZE}.")
   endif()
-  # Whether an object can be looked at the check of its vptr asks with a pipe, which a test of what runs out has no file for.
+  # The check of vptrs opens a pipe to find out whether an object is readable. Tests of a full file table have no file
+  # for it.
   add_compile_options(-fsanitize=${sanitizers} -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer)
   add_link_options(-fsanitize=${sanitizers})
   # libstdc++ checks indexes, iterators and preconditions; it changes no layout that torch's libraries share.
@@ -40,8 +41,8 @@ if(TORCH_UCX_RPC_SANITIZE)
   # Functions that need the worker lock look whether their thread has it (runtime/worker_mutex.h).
   add_compile_definitions(TORCH_UCX_RPC_CHECK_LOCKS)
   if(TORCH_UCX_RPC_SANITIZE STREQUAL thread AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
-    # It does not follow fences, and GCC says so (https://gcc.gnu.org/onlinedocs/gcc/Warning-Options.html#index-Wtsan). The fences
-    # there see to it that a wake-up is not missed; the data has a mutex, which it does follow.
+    # It does not follow fences, and GCC says so (https://gcc.gnu.org/onlinedocs/gcc/Warning-Options.html#index-Wtsan).
+    # The fences there prevent missed wake-ups; the data has a mutex, which it does follow.
     set_source_files_properties("${CMAKE_SOURCE_DIR}/torch_ucx_rpc/csrc/runtime/progress.cpp" PROPERTIES COMPILE_OPTIONS -Wno-tsan)
   endif()
 endif()

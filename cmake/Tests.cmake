@@ -74,8 +74,9 @@ set_target_properties(stranger PROPERTIES
   RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
   BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
 
-# UCX with device memory, on a driver without a GPU: where this UCX has CUDA transports, and is one that the tests speak of.
-# UCX puts jumps at the beginning of the driver's functions, and understands no other beginning than that of unoptimized code.
+# UCX with device memory, on a driver without a GPU: where this UCX has CUDA transports, and is one that the tests
+# describe. UCX puts jumps at the beginning of the driver's functions, and understands no other beginning than that of
+# unoptimized code.
 if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREATER_EQUAL 1.22 AND NOT TORCH_UCX_RPC_SANITIZE)
   foreach(name IN ITEMS cuda nvidia-ml)
     string(REPLACE "nvidia-ml" "nvml" source ${name})
@@ -108,7 +109,7 @@ if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREA
   # The longest begins first.
   set_tests_properties(device_agents_test PROPERTIES COST 1)
 
-  # What the sources say of cuda.h, where there is one: of a CUDA toolkit, or of the wheels beside torch.
+  # Compares the sources with cuda.h, where there is one: of a CUDA toolkit, or of the wheels beside torch.
   find_path(CUDA_HEADER_FOLDER cuda.h PATHS /usr/local/cuda/include "${Python_SITELIB}/nvidia/cu13/include" NO_CACHE)
   if(CUDA_HEADER_FOLDER)
     add_library(cuda_header_check OBJECT "${CMAKE_SOURCE_DIR}/tests/cuda_stub/cuda_header_check.cpp")

@@ -257,9 +257,7 @@ def ucx_facts(choice: str) -> dict[str, str]:
     parts = [re.search(rf"define\s+UCP_API_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR")]
     numbers = tuple(int(part[1]) for part in parts if part is not None)
     if len(numbers) < len(parts):
-        raise Missing(
-            f"{include}/ucp/api/ucp_version.h defines no UCP_API_MAJOR, or no UCP_API_MINOR: install UCX anew."
-        )
+        raise Missing(f"{include}/ucp/api/ucp_version.h defines no UCP_API_MAJOR, or no UCP_API_MINOR: reinstall UCX.")
     if numbers < OLDEST_UCX:
         raise Missing(
             f"UCX {dotted(numbers)} in {include} is too old, {dotted(OLDEST_UCX)} is the oldest that works: "

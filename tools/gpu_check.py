@@ -139,7 +139,7 @@ class Check(Supervisor):
             ("echo with UCX's pipelines", 15, {"UCX_RNDV_PIPELINE_ERROR_HANDLING": "y"}),
         ):
             with contextlib.suppress(Failed):
-                # With all that `run` takes by name, the setting can be nothing but its environment.
+                # All of `run`'s own keywords are given, so the setting goes to the environment.
                 found[name] = figures(self.run(*echo, at_most_s=seconds, since=None, must_pass=False, **setting))
         with contextlib.suppress(Failed):
             found["ucx_perftest"] = figures(self.run(self.python, "-c", _PERFTEST, at_most_s=30, must_pass=False))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a verb of make several times beside two busy processes. A test that fails so counts on a fast machine.
+# Runs a verb of make several times beside two busy processes. A test that fails there relies on a fast machine.
 #
 #   tools/loaded.sh                                `make test`, ten times
 #   tools/loaded.sh --times 3 test-libraries       another verb

@@ -18,8 +18,8 @@ sanitize() {
     -DPython_EXECUTABLE="$(command -v python)" -DTORCH_UCX_RPC_UCX="${TORCH_UCX_RPC_UCX:-}" \
     -DTORCH_UCX_RPC_TESTS=ON -DTORCH_UCX_RPC_SANITIZE="$1"
   cmake --build "$folder" --target "$2"
-  # UCX's hooks for memory and ThreadSanitizer get into each other's way. ThreadSanitizer does not know the barriers of
-  # OpenMP, which torch computes with.
+  # UCX's memory hooks conflict with ThreadSanitizer. ThreadSanitizer does not know the barriers of OpenMP, which torch
+  # computes with.
   UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none OMP_NUM_THREADS=1 \
     ctest --test-dir "$folder" --output-on-failure --no-tests=error --parallel "$(nproc)" "${@:3}"
 }

@@ -57,7 +57,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
     """
     if process.poll() is None:  # otherwise only its leftovers are ended
         results_s = LAST_WORDS_S * 0.6
-        _send(process.pid, signal.SIGINT)  # pytest-xdist tells its own
+        _send(process.pid, signal.SIGINT)  # pytest-xdist passes it on to its workers
         _wait_until(lambda: process.poll() is not None, results_s)
         # The processes write one after the other, while the rest stands still: they share the log, and would garble it.
         for pid in processes_of(process.pid):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lets workers run through bad luck, and checks every answer. docs/development/failure_model.md says how.
+# Kills, stops and cuts off workers that call each other, and checks every answer. docs/development/failure_model.md
+# says how.
 #
 #   sudo tools/soak.sh                             a minute of workers on virtual hosts; then one of servers in shutdown
 #   sudo tools/soak.sh --minutes 30 --seed 7       without a seed, a new one, which is printed

@@ -116,7 +116,7 @@ class End final : public TransportListener {
       const int ready = poll(events.data(), events.size(), kLostMs);
       require(
           ready > 0,
-          "nobody has woken this process up: " + std::to_string(transport->operationsInFlight()) + " under way");
+          "this process was not woken up: " + std::to_string(transport->operationsInFlight()) + " under way");
       require((events[1].revents & POLLHUP) == 0 || mayFail || isDone(), "the other is gone");
     }
   }
@@ -309,7 +309,7 @@ TEST(DeviceLanes, BetweenDevicesEachMessageIsOneCopyByTheSender) {
     EXPECT_EQ(pair->receiver->count("cuMemcpyDtoDAsync_v2"), 0u);
     EXPECT_EQ(pair->count("cuMemcpyAsync"), 0u);
     EXPECT_EQ(pair->count("cuStreamSynchronize"), 0u);
-    EXPECT_EQ(pair->count("cuIpcOpenMemHandle_v2"), 0u) << "the memory is mapped anew for each message";
+    EXPECT_EQ(pair->count("cuIpcOpenMemHandle_v2"), 0u) << "the memory is mapped again for each message";
   }
 }
 

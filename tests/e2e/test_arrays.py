@@ -296,7 +296,7 @@ def test_a_sent_array_is_released() -> None:
         gc.collect()
         return alive() is None
 
-    eventually(is_gone, "the agent lets go of an array that it has sent")
+    eventually(is_gone, "the agent releases an array that it has sent")
 
 
 # ---- Where nothing changes -------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def test_rref_in_an_abandoned_call_is_freed() -> None:
 
 
 @in_every_worker(of=4)
-def test_everybody_holds_references_to_everybody(rank: int) -> None:
+def test_all_workers_hold_references_to_all_others(rank: int) -> None:
     rrefs = [rpc.remote(f"worker{peer}", Counter, args=(rank,)) for peer in range(4) for _ in range(25)]
     futures = [rref.rpc_async().add(1) for rref in rrefs]
     assert [future.wait() for future in futures] == [rank + 1] * 100

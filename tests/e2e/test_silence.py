@@ -63,7 +63,7 @@ def see_silence(rank: int, fate: Fate, what: str) -> None:
         with Stalls() as stalls:
             while not pending.done():
                 before = time.monotonic()
-                assert before - start < 2 * LIMIT, "nobody noticed"
+                assert before - start < 2 * LIMIT, "no worker noticed"
                 # The other workers notice nothing.
                 assert rpc.rpc_sync("worker2", echo, (2,)) == 2
                 slowest = max(slowest, time.monotonic() - before)

@@ -28,7 +28,7 @@ from .test_calls import (  # noqa: F401
     test_thousands_of_calls_in_flight_get_each_its_own_answer,
 )
 from .test_dynamic_groups import Steps, test_workers_join_and_leave_one_after_the_other  # noqa: F401
-from .test_rrefs import owned_here, test_everybody_holds_references_to_everybody  # noqa: F401
+from .test_rrefs import owned_here, test_all_workers_hold_references_to_all_others  # noqa: F401
 from .test_tensors import (  # noqa: F401
     test_tensors_arrive_as_they_were_sent,
     test_thousands_of_tensors_travel_in_one_call,

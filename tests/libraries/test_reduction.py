@@ -535,9 +535,7 @@ def test_a_step_that_runs_out_of_time_names_the_missing(run_on_both: RunWorkers,
 def miss_a_trainer(rank: int, steps: Steps) -> None:
     if rank == 1:
         server = reduction.serve("worker0")
-        with pytest.raises(
-            RuntimeError, match=r"it waited for worker2\. If some need not come, serve\(..., trainers"
-        ):
+        with pytest.raises(RuntimeError, match=r"it waited for worker2\. If some need not come, serve\(..., trainers"):
             reduction.push_pull(server, torch.ones(2))
     steps.done(f"done {rank}")
     steps.wait_for(*(f"done {peer}" for peer in range(3)))

@@ -6,8 +6,8 @@
     python -m tests.mutants --list
 
 The tests must pass on the sources as they are, and each of them must fail with the mutant, which must compile. A mutant
-is found by its text, in any file. Text that is missing, or occurs twice, is an error: mend the list. Ends with 1 if a
-test does not notice its mutant.
+is found by its text, in any file. Text that is missing, or occurs twice, is an error: correct the list. Ends with 1 if
+a test does not notice its mutant.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _FOLDERS = ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak", "tests/verbs")
 
 
 class Useless(Exception):
-    """A mutant that does not fit the sources: mend the list."""
+    """A mutant that does not fit the sources: correct the list."""
 
 
 @dataclasses.dataclass(frozen=True)

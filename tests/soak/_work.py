@@ -370,7 +370,7 @@ class Caller:
             rref = rpc.remote(owner, Tally, args=(created, start))
             check(rref.rpc_sync().add(added, one) == start + one, "the first sum")
             total = rpc.rpc_sync(third, add_by_way_of, args=(by_way_of, inner, rref, two))
-            check(total == start + one + two, "the sum by way of a third worker")
+            check(total == start + one + two, "the sum through a third worker")
             check(rref.remote().count(counted).to_here() == total, "the count")
             call.answered()
             if self._choice.random() < 0.5:

@@ -35,7 +35,7 @@ MAY_INCLUDE = {
 # Headers for a few only: first part of the include path -> the folders that may include them, and why. c10 is for all.
 ABOVE_MESSAGING = {"tensors", "torch_glue", "rpc", "native_op", "bindings"}
 OF_TORCH = (ABOVE_MESSAGING, "below tensors only c10's light headers are used")
-OF_UCX = ({"transport/ucp"}, "UCX is the affair of transport/ucp alone")
+OF_UCX = ({"transport/ucp"}, "UCX is for transport/ucp alone")
 OF_PYTHON = ({"bindings"}, "only the bindings know of Python")
 RESERVED = {
     "torch": OF_TORCH,
@@ -146,7 +146,7 @@ HEADERS = {
         ("transport/ucp/a.cpp", '"runtime/timer.h"', "files of transport/ucp may include only"),
         ("messaging/a.cpp", '"tensors/device_copy.h"', "files of messaging may include only"),
         ("rpc/a.cpp", '"transport/ucp/worker.h"', "files of rpc may include only"),
-        ("rpc/a.cpp", "<ucp/api/ucp.h>", "UCX is the affair of transport/ucp alone."),
+        ("rpc/a.cpp", "<ucp/api/ucp.h>", "UCX is for transport/ucp alone."),
         ("rpc/a.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
         ("rpc/a.cpp", '"agent.h"', "csrc has no such header"),
         ("rpc/a.cpp", "<base/error.h>", 'our own headers are included as "base/error.h".'),

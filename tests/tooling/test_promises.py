@@ -75,7 +75,7 @@ STATEMENTS = {"README.md": statements_of_the_readme(), "docs/failure_model.md": 
 def test_every_promise_stands_on_its_page_and_its_tests_exist(page: str) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     for words, tests in PROMISES[page].items():
-        assert words in text or words in without_links(text), f"{page} lacks {words!r}: mend tests/support/promises.py"
+        assert words in text or words in without_links(text), f"{page} lacks {words!r}: fix tests/support/promises.py"
         missing = [test for test in tests if not exists(test)]
         assert tests, f"{words!r} has no test"
         assert not missing, f"{words!r} names tests that there are not: {missing}"

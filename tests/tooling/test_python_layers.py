@@ -15,7 +15,7 @@ PACKAGE = "torch_ucx_rpc"
 AUTOLOAD = "_torch_ucx_rpc_autoload"
 COMMAND_LINE = "_torch_ucx_rpc_cli"
 
-# From the ground up: the modules and rooms of the package. A module may import its own room, and what stands above
+# From the ground up: the modules and folders of the package. A module may import its own folder, and what stands above
 # its own line. "" is the package itself, that is, its __init__.py.
 ORDER = (
     "errors",
@@ -80,19 +80,19 @@ def imports(module: str, text: str, modules: Iterable[str]) -> Iterator[tuple[in
                 yield node.lineno, name
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     if module in BESIDE:
         return module
     return module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
 
 def upward(texts: dict[str, str]) -> list[str]:
-    """Return a sentence for each import of a room that stands later in `ORDER`."""
+    """Return a sentence for each import of a folder that stands later in `ORDER`."""
     return [
-        f"{module}:{line} imports {imported}, and {room_of(imported)!r} stands above {room_of(module)!r}"
+        f"{module}:{line} imports {imported}, and {folder_of(imported)!r} stands above {folder_of(module)!r}"
         for module, text in texts.items()
         for line, imported in imports(module, text, texts)
-        if ORDER.index(room_of(imported)) > ORDER.index(room_of(module))
+        if ORDER.index(folder_of(imported)) > ORDER.index(folder_of(module))
     ]
 
 
@@ -116,7 +116,7 @@ def circle(texts: dict[str, str]) -> list[str]:
 
 
 def test_every_module_has_its_place_in_the_order() -> None:
-    assert {room_of(module) for module in [*sources(), *BUILT]} == set(ORDER)
+    assert {folder_of(module) for module in [*sources(), *BUILT]} == set(ORDER)
 
 
 def test_no_import_goes_upwards() -> None:
@@ -127,14 +127,14 @@ def test_no_imports_go_in_a_circle() -> None:
     assert circle(sources()) == []
 
 
-def test_every_room_maps_its_modules() -> None:
+def test_every_folder_maps_its_modules() -> None:
     texts = sources()
-    rooms = {module for module in texts if any(other.startswith(f"{module}.") for other in texts)} - {PACKAGE}
-    assert f"{PACKAGE}._torch" in rooms
-    for room in rooms:
-        modules = {name.removeprefix(f"{room}.") for name in texts if name.startswith(f"{room}.")}
-        lines = (ast.get_docstring(ast.parse(texts[room])) or "").splitlines()
-        assert {line.split("``")[1] for line in lines if line.startswith("* ``")} == modules, room
+    folders = {module for module in texts if any(other.startswith(f"{module}.") for other in texts)} - {PACKAGE}
+    assert f"{PACKAGE}._torch" in folders
+    for folder in folders:
+        modules = {name.removeprefix(f"{folder}.") for name in texts if name.startswith(f"{folder}.")}
+        lines = (ast.get_docstring(ast.parse(texts[folder])) or "").splitlines()
+        assert {line.split("``")[1] for line in lines if line.startswith("* ``")} == modules, folder
 
 
 def test_import_upwards_is_found_wherever_it_stands() -> None:

@@ -34,7 +34,7 @@ def rmm() -> Iterator[Any]:
     device_pool._pools.clear()
 
 
-# ---- Options are checked before anybody else hears of the worker -----------------------------------------------------
+# ---- Options are checked before other workers hear of this one -----------------------------------------------------
 
 
 def test_a_bound_needs_the_pool_that_it_bounds() -> None:

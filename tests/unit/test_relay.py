@@ -239,7 +239,7 @@ def test_no_more_is_taken_than_the_verdict_says() -> None:
     assert take(own.places, 10) == PACKED[:10]
 
 
-def test_a_relay_ends_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_ends_when_no_worker_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "_FAREWELL_S", 0.05)
     Relay(HashStore(), 1).serve(PACKED)
     (thread,) = relay_threads()

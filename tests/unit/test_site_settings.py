@@ -39,7 +39,7 @@ def test_transports_without_a_network_are_refused(transports: str) -> None:
         "ud",
     ],
 )
-def test_transports_that_lead_to_somebody_are_the_users_choice(transports: str) -> None:
+def test_transports_that_reach_a_worker_are_the_users_choice(transports: str) -> None:
     assert told(UCX_TLS=transports) == []
 
 

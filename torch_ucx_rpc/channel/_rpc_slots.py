@@ -31,7 +31,7 @@ class RpcSlots:
     """The values of one life of this worker, by group. Thread-safe.
 
     A value's sender has a call open until the value is taken. That call carries the errors, and bounds the waiting
-    values here. It ends after ``rpc_timeout``, since nobody may take the value, and torch's shutdown waits for it.
+    values here. It ends after ``rpc_timeout``: the value may never be taken, and torch's shutdown waits for the call.
     """
 
     # Bytes that a sender may have under way to one worker before `put` blocks.

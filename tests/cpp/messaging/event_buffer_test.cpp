@@ -91,7 +91,7 @@ TEST_F(EventBufferTest, BatchesAreHandedOutInTheOrderInWhichTheyWereTaken) {
   addAnswer(3);
   const std::unique_ptr<EventBatch> second = events_.buffer.take();
   second->dispatch({});
-  EXPECT_EQ(events_.handlers.takeNotes(), Notes{"answer 3"}) << "answers wait for nobody";
+  EXPECT_EQ(events_.handlers.takeNotes(), Notes{"answer 3"}) << "answers do not wait for other batches";
   first->dispatch({});
   EXPECT_EQ(events_.handlers.takeNotes(), (Notes{"request 1", "request 2", "failure: dead 3"}));
 }

@@ -239,7 +239,7 @@ TEST_F(MessengerTest, RepairIsTriedAgainUntilNothingIsInTheWay) {
   TestWorker worker(std::move(owned), 2, membersOf(3), handlers_[0].all);
   transport.repairsNeeded = 3;
   worker.advance(std::chrono::hours(1));
-  EXPECT_EQ(transport.repairs, 0) << "nobody has asked";
+  EXPECT_EQ(transport.repairs, 0) << "no repair was requested";
   worker.messenger.requestRepair();
   worker.messenger.requestRepair();
   worker.advance(milliseconds(0));

@@ -162,7 +162,7 @@ TEST_F(OutboxTest, MessageEndsOnceWhenItsLastPartIsThrough) {
   finish();
   EXPECT_TRUE(connections_.of(peer_).silence.heardSinceCheck) << "the peer has fetched a piece";
   EXPECT_EQ(connections_.of(peer_).outgoing.underWay, 0u);
-  EXPECT_EQ(events_.take(), Notes{}) << "an end in order is nobody's news";
+  EXPECT_EQ(events_.take(), Notes{}) << "an end in order is no event";
   EXPECT_EQ(destroyed_.load(), 1);
 }
 
@@ -208,7 +208,7 @@ TEST_F(OutboxTest, FailureOfAPartlySentAnswerIsReportedAtOnceAndOnce) {
   outbox_.send(message(Kind::kResponse, 4, 1, span));
   startDeferred();
   EXPECT_EQ(transport_.sent.size(), 1u);
-  EXPECT_EQ(events_.take(), Notes{"answer cut: no memory 4"}) << "or its caller would never let go of the first part";
+  EXPECT_EQ(events_.take(), Notes{"answer cut: no memory 4"}) << "or its caller would never release the first part";
   finish();
   EXPECT_EQ(events_.take(), Notes{});
   EXPECT_FALSE(outbox_.hasStranded()) << "its caller has a part of it";
@@ -410,9 +410,9 @@ TEST_F(OutboxTest, EverythingToAPeerThatIsGoneEnds) {
   EXPECT_EQ(
       transport_.abandoned,
       (std::vector<EndpointId>{*connections_.of(peer_).endpoint(), *connections_.of(other_).endpoint()}));
-  EXPECT_EQ(events_.take(), Notes{"request not sent: so did this 300"}) << "nobody will admit it";
+  EXPECT_EQ(events_.take(), Notes{"request not sent: so did this 300"}) << "it will not be admitted";
   EXPECT_EQ(outbox_.underWay(), 0u) << "messages to peers that are gone do not count";
-  EXPECT_EQ(transport_.sent.size(), kMost + 1) << "the transport lets go of the others when it can";
+  EXPECT_EQ(transport_.sent.size(), kMost + 1) << "the transport releases the others when it can";
 }
 
 TEST_F(OutboxTest, EverythingFailsOnceItIsClosed) {

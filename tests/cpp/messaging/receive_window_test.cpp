@@ -165,7 +165,7 @@ TEST_F(WideReceiveWindowTest, QueuedRequestsAreBounded) {
   Admission second;
   ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxShare, first));
   EXPECT_FALSE(window_->tryAdmit(kRequest, kMaxQueued - kMaxShare + 1, second));
-  EXPECT_TRUE(window_->tryAdmit(kResponse, 3 * kMaxQueued - kMaxShare, second)) << "who waits for an answer is there";
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 3 * kMaxQueued - kMaxShare, second)) << "the caller waits for the answer";
   first.beginHandling();
   EXPECT_EQ(window_->inUseBytes(), 3 * kMaxQueued);
   Admission third;

@@ -33,8 +33,8 @@ class ReceiverTest : public testing::Test {
     (void)events_.take();
     events_.handlers.requests.clear();
     events_.handlers.answers.clear();
-    EXPECT_EQ(window_->inUseBytes(), 0u) << "shares of the window that nobody gave back";
-    EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "memory that nobody gave back";
+    EXPECT_EQ(window_->inUseBytes(), 0u) << "shares of the window were not given back";
+    EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "memory was not given back";
   }
 
   static wire::Piece rendezvous(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {

@@ -72,7 +72,7 @@ TEST_F(ResumptionTest, MessageOnTheWayAtAResetArrivesOverAnotherEndpoint) {
   EXPECT_EQ(notesOfTwo(), Notes{}) << "the reset has lost it";
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"broken 1"});
   EXPECT_TRUE(one_.peer(1).isResuming.load());
-  EXPECT_EQ(one_.messenger.underWay(), 1u) << "whoever leaves waits for it";
+  EXPECT_EQ(one_.messenger.underWay(), 1u) << "a worker that leaves waits for it";
   wait();
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
   EXPECT_EQ(one_.messenger.underWay(), 0u);

@@ -104,7 +104,7 @@ TEST_F(DirectoryTest, AllAreListedByRankWithTheirStates) {
   end(directory_.at(Rank{0}), Peer::State::kFailed);
   end(directory_.at(Rank{2}), Peer::State::kLeaving);
   EXPECT_EQ(ranksOf(directory_.all()), (Ranks{0, 1, 2}));
-  EXPECT_EQ(ranksOf(directory_.present()), (Ranks{1})) << "who is leaving takes no more part";
+  EXPECT_EQ(ranksOf(directory_.present()), (Ranks{1})) << "a leaving worker takes no more part";
 }
 
 TEST_F(DirectoryTest, WorkerThatIsThereKeepsItsPlace) {
@@ -114,8 +114,8 @@ TEST_F(DirectoryTest, WorkerThatIsThereKeepsItsPlace) {
   EXPECT_NE(refusal(member(5, "w1", 200)).find("has the same name as worker 'w1'"), std::string::npos);
   EXPECT_NE(refusal(member(5, "other", 101)).find("has the same session as worker 'w1'"), std::string::npos);
   ASSERT_TRUE(directory_.at(Rank{1}).moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, "leaving"}));
-  EXPECT_NE(refusal(member(1, "other", 200)), "none") << "who is leaving is still there";
-  EXPECT_EQ(ranksOf(directory_.all()), (Ranks{0, 1, 2})) << "who is refused leaves no trace";
+  EXPECT_NE(refusal(member(1, "other", 200)), "none") << "a leaving worker is still there";
+  EXPECT_EQ(ranksOf(directory_.all()), (Ranks{0, 1, 2})) << "a refused worker leaves no trace";
   EXPECT_EQ(directory_.find("other"), nullptr);
   EXPECT_EQ(directory_.findSession(200), nullptr);
 }

@@ -111,7 +111,7 @@ TEST_F(LifelinesTest, ConnectionThatEndsWhileThePortGoesOnIsNoCut) {
   EXPECT_FALSE(runWatch(50)) << "it is connected again";
   listener.close();
   EXPECT_TRUE(runWatch() && runWatch());
-  EXPECT_EQ(cuts_, 1) << "which tells of the end as before";
+  EXPECT_EQ(cuts_, 1) << "which shows the end as before";
 }
 
 TEST_F(LifelinesTest, ConnectionThatEndsAgainAndAgainSaysNothing) {
@@ -174,7 +174,7 @@ TEST(UnwatchedLifelinesTest, LifelinesWorkWithoutAWatchOfTheKernel) {
   member.session = 7;
   member.lifelineHost = "127.0.0.1";
   member.lifelinePort = listener.port();
-  lines.connect(member, [] { FAIL() << "nobody has looked"; });
+  lines.connect(member, [] { FAIL() << "nothing was looked at"; });
   lines.forget(member);
 }
 

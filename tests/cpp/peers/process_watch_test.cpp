@@ -97,7 +97,7 @@ TEST_F(ProcessWatchTest, EndOfAProcessIsNoticed) {
   ASSERT_EQ(watched_.size(), 1u);
   EXPECT_FALSE(isReadable(0));
   child.letGo();
-  ASSERT_TRUE(isReadable(30'000)) << "before anybody has reaped it";
+  ASSERT_TRUE(isReadable(30'000)) << "before it is reaped";
   watched_[0].second();
   EXPECT_EQ(ends_, 1);
 }

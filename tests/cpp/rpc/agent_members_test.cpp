@@ -153,7 +153,7 @@ TEST_F(DynamicGroupTest, LeavingWorkerAnswersEarlierRequestsAndGetsNoNewOnes) {
   leaver.join();
   // The last answer may arrive before the goodbye.
   EXPECT_TRUE(eventually([&] { return contains(failure(call(0, 1, "later")), "shut down"); }));
-  EXPECT_TRUE(lostBy(0).empty()) << "who leaves in good order is not lost";
+  EXPECT_TRUE(lostBy(0).empty()) << "a worker that leaves in good order is not lost";
 }
 
 TEST_F(DynamicGroupTest, LeavingEndsAtItsTimeoutAndNamesTheSilentWorkers) {

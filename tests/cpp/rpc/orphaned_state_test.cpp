@@ -190,7 +190,7 @@ TEST_F(OrphanedStateTest, ValueOfAReplacedWorkerNeverComesInADynamicGroup) {
   EXPECT_EQ(failed->kind(), RpcFailure::Kind::kRRefLost);
   EXPECT_TRUE(contains(failed->what(), "another has its rank, 1, now")) << failed->what();
   drain();
-  EXPECT_FALSE(fresh->completed()) << "whoever has the rank now may still make it";
+  EXPECT_FALSE(fresh->completed()) << "the worker with the rank now may still make it";
   worker_.directory.at(Rank{1}).moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "gone too"});
   orphans_.onPeerGone(worker_.directory.at(Rank{1}));
   EXPECT_TRUE(rpcFailure(fresh));
@@ -210,7 +210,7 @@ TEST_F(OrphanedStateTest, ContextOfAReplacedWorkerIsClosedInADynamicGroup) {
   orphans_.onPeerGone(worker_.peer(2)); // another worker's end, long after the first one's
   worker_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(eventually([&] { return !isOpen(late); }));
-  EXPECT_TRUE(isOpen(fresh)) << "whoever has the rank now has opened it";
+  EXPECT_TRUE(isOpen(fresh)) << "the worker with the rank now has opened it";
 }
 
 TEST_F(OrphanedStateTest, ContextsOfOthersAreClosedAtTheEndOfTheAgent) {
@@ -218,7 +218,7 @@ TEST_F(OrphanedStateTest, ContextsOfOthersAreClosedAtTheEndOfTheAgent) {
   const int64_t others = openContext(1);
   orphans_.closeContextsOfOthers();
   EXPECT_FALSE(isOpen(others));
-  EXPECT_TRUE(isOpen(own)) << "whoever has opened it closes it";
+  EXPECT_TRUE(isOpen(own)) << "its opener closes it";
 }
 
 TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {

@@ -100,7 +100,7 @@ TEST_F(PeerMonitorTest, GoodbyeOfAPeerIsItsEndInGoodOrder) {
   EXPECT_EQ(failed.kind(), RpcFailure::Kind::kWorkerLeft);
   EXPECT_EQ(failed.what(), one_.peer(1).describe() + " has shut down its RPC agent");
   monitor_.onFailure(one_.peer(1), {ErrorCode::kPeerFailed, "its process has ended"});
-  EXPECT_EQ(takeNotes(), Notes{}) << "who has left may vanish";
+  EXPECT_EQ(takeNotes(), Notes{}) << "a worker that has left may vanish";
 }
 
 TEST_F(PeerMonitorTest, ErrorOfThisProcessIsNoEndOfAPeer) {
@@ -130,7 +130,7 @@ TEST_F(PeerMonitorTest, EndOfAnEndpointIsAFailure) {
 TEST_F(PeerMonitorTest, ControlFrameThatDoesNotLeaveLosesThePeer) {
   two_.close(); // before this worker would have connected
   one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
-  EXPECT_EQ(takeNotes(), told("w1 failed")) << "somebody may wait for it";
+  EXPECT_EQ(takeNotes(), told("w1 failed")) << "a worker may wait for it";
 }
 
 TEST_F(PeerMonitorTest, ClosedAgentLosesNoPeer) {
@@ -210,7 +210,7 @@ TEST_F(PeerMonitorTest, EachPeriodLooksWhetherThisWorkerIsDeafOverSharedMemory) 
 TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
   monitor_.watch(memberOf(0), one_.directory.all());
   EXPECT_TRUE(one_.peer(1).needsHeartbeat.load()) << "it is on another machine";
-  EXPECT_FALSE(one_.peer(0).needsHeartbeat.load()) << "nobody watches himself";
+  EXPECT_FALSE(one_.peer(0).needsHeartbeat.load()) << "a worker does not watch itself";
   one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge); // makes the endpoint
   for (int time = 0; time < 100; ++time) {
     beat(1);

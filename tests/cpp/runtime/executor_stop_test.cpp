@@ -45,7 +45,7 @@ TEST_F(ExecutorStopTest, StopRunsCompletionsThatWait) {
   });
   EXPECT_EQ(stop(), 0u);
   opener.join();
-  EXPECT_EQ(done.load(), 5) << "futures must be completed, whoever does it";
+  EXPECT_EQ(done.load(), 5) << "futures must be completed, on any thread";
 }
 
 TEST_F(ExecutorStopTest, CompletionAddedAfterStopIsRun) {

@@ -51,7 +51,7 @@ class TimerTasksTest : public testing::Test {
 TEST_F(TimerTasksTest, TaskRunsWhenItIsDueAndNotBefore) {
   Timer::Task& task = add("task");
   EXPECT_EQ(task.name(), "task");
-  EXPECT_EQ(after(hours(1)), Names{}) << "nobody has asked for it";
+  EXPECT_EQ(after(hours(1)), Names{}) << "no run was asked for";
   EXPECT_EQ(next_, Timer::kNever);
   task.dueIn(milliseconds(30));
   EXPECT_EQ(after(milliseconds(29)), Names{});

@@ -45,7 +45,7 @@ class LoopbackTransport final : public Transport {
   Error connect(const std::string& address, EndpointId& endpoint) override {
     const std::lock_guard lock(network_->mutex_);
     if (!network_->transports_.contains(address)) {
-      return {ErrorCode::kPeerFailed, "loopback: nobody is called '" + address + "'"};
+      return {ErrorCode::kPeerFailed, "loopback: no transport is called '" + address + "'"};
     }
     endpoint = static_cast<EndpointId>(endpoints_.size());
     endpoints_.push_back({address, {}});

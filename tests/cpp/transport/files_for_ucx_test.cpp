@@ -161,8 +161,8 @@ TEST_F(FilesForUcxTest, ListenerPausesWhileAConnectionWaitsForAFile) {
   connectOne();
   openAllFiles();
   EXPECT_GE(shortest(true, 1000), 1ms);
-  EXPECT_LT(shortest(true, 0), 1ms) << "who only looks has a lock, and does not pause";
-  EXPECT_GE(thread.wait(1000), 1ms) << "but whoever waits next";
+  EXPECT_LT(shortest(true, 0), 1ms) << "a thread that only looks has a lock, and does not pause";
+  EXPECT_GE(thread.wait(1000), 1ms) << "but the next wait does";
   EXPECT_LT(shortest(false, 1000), 1ms) << "one pause for each time that there was no file";
 }
 

@@ -23,7 +23,7 @@ TEST_P(TransportContractTest, AbandoningAnEndpointEndsItsOwnOperationsOnly) {
   const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
   const Bytes bytes = pattern(100 * kKiB, 1);
-  const Bytes others = pattern(100 * kKiB, 2); // UCX ends no send while it sends the same memory to somebody else
+  const Bytes others = pattern(100 * kKiB, 2); // UCX ends no send while it sends the same memory to another peer
   const wire::Header frame = header(1);
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
   for (Outcome& sending : pending) {

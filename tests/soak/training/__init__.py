@@ -180,7 +180,7 @@ class Job:
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
-        # The seconds so far in which nobody was stopped.
+        # The seconds so far in which no process was stopped.
         self._calm_s = 0.0
         # The time of each trainer's last step, and the calm seconds before it.
         self._progress: dict[str, tuple[float, float]] = {}
@@ -232,14 +232,14 @@ class Job:
                 self._strike(now)
 
     def _continue(self, now: float = float("inf")) -> None:
-        """Let the stopped go on whose time is over."""
+        """Continue the stopped processes whose time is over."""
         for name in [name for name, at in self._stopped.items() if now > at]:
             del self._stopped[name]
             self._began[name] = time.time()
             os.kill(self._processes[name].pid, signal.SIGCONT)
 
     def _strike(self, now: float) -> None:
-        """Kill or stop one. A host, a trainer with the state, and a worker in touch are left."""
+        """Kill or stop a process. A host, a trainer with the state, and a worker in touch are left."""
         living = [name for name in self._processes if name not in self._returns and name not in self._stopped]
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
@@ -273,7 +273,7 @@ class Job:
             if name in self._kind.hosts or last != self._progress.get(name, (0.0, 0.0))[0]:
                 self._progress[name] = (last, self._calm_s)
             elif self._calm_s - self._progress[name][1] > _STALL_S:
-                raise Failed(f"{name} has begun no step for {_STALL_S:g} s, while nobody was stopped")
+                raise Failed(f"{name} has begun no step for {_STALL_S:g} s, while no process was stopped")
 
     def _why(self, name: str) -> str:
         failure = self._folder / f"{name}.failure"
@@ -383,7 +383,7 @@ def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
     if found is None and not (kills["trainer"] and (kills["host"] or not kind.hosts)):
         found = "not everything has been killed that was to be"
     killed = " and ".join(f"{count} {what}s" for what, count in kills.items())
-    killed = f"{killed or 'nobody'} killed, {job.stops} stops"
+    killed = f"{killed or 'none'} killed, {job.stops} stops"
     print(f"{kind.title}: {len(done)} steps, {killed}: {found or 'nothing was found'}", flush=True)
     return found is None
 

@@ -48,7 +48,7 @@ Timer::TimePoint DeviceWatch::collect(Timer::TimePoint now) {
   if (std::shared_ptr<void> hold = pool.statistics().heldBytes != 0 ? lifetime_.hold() : nullptr) {
     executor_.addCompletion([hold = std::move(hold), &pool] { pool.collect(); });
   }
-  // Any thread may release memory that is in use now, and no event tells of it.
+  // Any thread may release memory that is in use now, and no event announces it.
   return pool.isCollecting() ? now + kCollectionPeriod : Timer::kNever;
 }
 
