@@ -5,6 +5,7 @@
 #   sudo tools/soak.sh                             a minute of workers on virtual hosts; then one of servers in shutdown
 #   sudo tools/soak.sh --minutes 30 --seed 7       without a seed, a new one, which is printed
 #   tools/soak.sh --training --minutes 10          trainers of one model; needs no root
+#   sudo tools/soak.sh --training --cuts           trainers on virtual hosts, which are cut off at times
 #
 # The report is build/soak/report.md.
 . "$(dirname "$0")/environment.sh"

@@ -1,6 +1,7 @@
 """Kill, stop and start again trainers and the hosts of their gradients: all copies of the model must stay equal.
 
     python -m tests.soak.training --minutes 1
+    python -m tests.soak.training --minutes 1 --cuts    as root: each worker on a virtual host, at times cut off
 
 Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
 quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -22,10 +24,11 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +37,7 @@ import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from tests.support.labs import VirtualHost, VirtualHosts, move_to_host
 from torch_ucx_rpc import UcxRpcBackendOptions, reduction
 
 # Calls have a longer limit, so that a hanging call shows before it fails.
@@ -45,9 +49,19 @@ _ENDING_S = 60.0
 _LAST_S = 0.5
 _PAUSES_S = (0.1, 0.3, 0.6, 1.0)
 _ABSENCES_S = (0.0, 0.5, 2.0)
-# Share of strikes that stop a worker instead of killing it, for a moment or until the others have left it out.
-_STOPPING = 0.3
-_STOPS_S = (0.5, 2.0, 7.0)
+# Share of strikes that stop a worker or cut it off, and do not kill it: for a moment or until the others have left it
+# out.
+_SILENCING = 0.3
+_SILENCES_S = (0.5, 2.0, 7.0)
+
+# The Store of virtual hosts: its port, and its program.
+_PORT = 29400
+_STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+time.sleep(10**6)
+"""
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -80,8 +94,14 @@ KINDS = (
 # ------------------------------------------------------------------------------------------------------------ a process
 
 
-def work(kind: Kind, name: str, folder: Path) -> None:
+def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -> None:
     """A worker, until there is a file named ``stop``; the hosts, until there is one named ``end``."""
+    url = (folder / "store").as_uri()
+    if host_pid is not None:
+        move_to_host(host_pid)
+        # A Store of no worker, which lets them find out which address their host has.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        url = f"tcp://head:{_PORT}"
     torch.set_num_threads(1)
     stacks = (folder / f"{name}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -90,14 +110,14 @@ def work(kind: Kind, name: str, folder: Path) -> None:
         backend=rpc.BackendType["UCX"],
         rank=kind.workers.index(name),
         world_size=None,
-        rpc_backend_options=UcxRpcBackendOptions(init_method=(folder / "store").as_uri(), rpc_timeout=_TIMEOUT_S),
+        rpc_backend_options=UcxRpcBackendOptions(init_method=url, rpc_timeout=_TIMEOUT_S),
     )
     try:
         if name in kind.hosts:
             while not (folder / "end").exists():
                 time.sleep(0.05)
         else:
-            train(kind, folder)
+            train(kind, life, folder)
     except BaseException:
         (folder / f"{name}.failure").write_text(traceback.format_exc())
         raise
@@ -107,9 +127,9 @@ def work(kind: Kind, name: str, folder: Path) -> None:
 class Journal:
     """The parameters of a trainer at the beginning of each of its steps."""
 
-    def __init__(self, folder: Path, server: reduction.Server) -> None:
+    def __init__(self, life: int, folder: Path, server: reduction.Server) -> None:
         self._server = server
-        self._file = (folder / f"{rpc.get_worker_info().name}-{os.getpid()}.steps").open("a", buffering=1)
+        self._file = (folder / f"{rpc.get_worker_info().name}-{life}.steps").open("a", buffering=1)
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         everything = b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
@@ -117,29 +137,29 @@ class Journal:
         self._file.write(f"{time.time():.3f} {max(self._server.positions.values(), default=0)} {digest}\n")
 
 
-def train(kind: Kind, folder: Path) -> None:
+def train(kind: Kind, life: int, folder: Path) -> None:
     torch.manual_seed(rpc.get_worker_info().id)
-    server = train_parameters_of_hosts(kind, folder) if kind.keeps else train_copies(kind, folder)
-    server.leave()
+    run = train_parameters_of_hosts if kind.keeps else train_copies
+    run(kind, life, folder).leave()
 
 
-def train_parameters_of_hosts(kind: Kind, folder: Path) -> reduction.Server:
+def train_parameters_of_hosts(kind: Kind, life: int, folder: Path) -> reduction.Server:
     parameters = [torch.zeros(64), torch.zeros(1000)]
     adam = functools.partial(torch.optim.Adam, lr=0.01)
     server = serve(kind, parameters=parameters, optimizer=adam, checkpoint=folder / "saved", checkpoint_every=1)
-    journal = Journal(folder, server)
+    journal = Journal(life, folder, server)
     while not (folder / "stop").exists():
         parameters = reduction.push_pull(server, [torch.randn_like(parameter) for parameter in parameters])
         journal.note(parameters)
     return server
 
 
-def train_copies(kind: Kind, folder: Path) -> reduction.Server:
+def train_copies(kind: Kind, life: int, folder: Path) -> reduction.Server:
     server = serve(kind)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     copy = reduction.DataParallel(model, server, optimizer=optimizer, quorum=kind.quorum, bucket_bytes=1 << 12)
-    journal = Journal(folder, server)
+    journal = Journal(life, folder, server)
     while not (folder / "stop").exists():
         x = torch.randn(16, 8)
         optimizer.zero_grad()
@@ -170,33 +190,45 @@ class Failed(Exception):
 
 
 class Job:
-    """The processes of a job, which die and are restarted."""
+    """The processes of a job, which die and are restarted, each on its host if there are ``hosts``."""
 
-    def __init__(self, kind: Kind, choices: random.Random, folder: Path) -> None:
+    def __init__(self, kind: Kind, choices: random.Random, folder: Path, hosts: Iterable[VirtualHost]) -> None:
         self._kind = kind
+        self._hosts = {host.name: host for host in hosts}
         self._choices = choices
         self._folder = folder
         self._processes: dict[str, Any] = {}
+        self._lives = collections.Counter[str]()
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
-        self._stopped: dict[str, float] = {}
-        # The seconds so far in which no process was stopped.
+        # Those that are stopped or cut off: until when, and what ends it.
+        self._silent: dict[str, tuple[float, Callable[[], None]]] = {}
+        # The seconds so far in which no process was silent.
         self._calm_s = 0.0
         # The time of each trainer's last step, and the calm seconds before it.
         self._progress: dict[str, tuple[float, float]] = {}
-        self.stops = 0
+        self.silences = collections.Counter[str]()
         self.killed: list[tuple[float, str]] = []
         for name in kind.workers:
             self._start(name)
 
     def _start(self, name: str) -> None:
-        process = _PROCESSES.Process(target=work, args=(self._kind, name, self._folder), daemon=True)
+        self._lives[name] += 1
+        host_pid = self._hosts[name].pid if self._hosts else None
+        arguments = (self._kind, name, self._lives[name], self._folder, host_pid)
+        process = _PROCESSES.Process(target=work, args=arguments, daemon=True)
         process.start()
         self._processes[name] = process
         self._began[name] = time.time()
 
+    def _signal(self, name: str, number: int) -> None:
+        pid = self._processes[name].pid
+        # On a host a process waits for the worker, its only child.
+        child = Path(f"/proc/{pid}/task/{pid}/children").read_text() if self._hosts else ""
+        os.kill(int(child or pid), number)
+
     def _journal(self, name: str) -> Path:
-        return self._folder / f"{name}-{self._processes[name].pid}.steps"
+        return self._folder / f"{name}-{self._lives[name]}.steps"
 
     def _last_step(self, name: str) -> float | None:
         """Return the time at which the process of this name began its last step."""
@@ -218,7 +250,7 @@ class Job:
         over, strike_at = time.monotonic() + seconds, time.monotonic()
         before = strike_at
         while (now := time.monotonic()) < over:
-            if not self._stopped:
+            if not self._silent:
                 self._calm_s += now - before
             before = now
             time.sleep(0.02)
@@ -232,15 +264,15 @@ class Job:
                 self._strike(now)
 
     def _continue(self, now: float = float("inf")) -> None:
-        """Continue the stopped processes whose time is over."""
-        for name in [name for name, at in self._stopped.items() if now > at]:
-            del self._stopped[name]
+        """Continue the silent processes whose time is over."""
+        for name in [name for name, (until, _) in self._silent.items() if now > until]:
+            _, end = self._silent.pop(name)
             self._began[name] = time.time()
-            os.kill(self._processes[name].pid, signal.SIGCONT)
+            end()
 
     def _strike(self, now: float) -> None:
-        """Kill or stop a process. A host, a trainer with the state, and a worker in touch are left."""
-        living = [name for name in self._processes if name not in self._returns and name not in self._stopped]
+        """Kill, stop or cut off a process. A host, a trainer with the state, and a worker in touch are left."""
+        living = [name for name in self._processes if name not in self._returns and name not in self._silent]
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         numbers = {name: self._number(name) for name in trainers}
@@ -253,19 +285,27 @@ class Job:
         if not candidates:
             return
         name = self._choices.choice(candidates)
-        if self._choices.random() < _STOPPING and not self._stopped:
-            self._stopped[name] = now + self._choices.choice(_STOPS_S)
-            self.stops += 1
-            os.kill(self._processes[name].pid, signal.SIGSTOP)
+        if self._choices.random() < _SILENCING and not self._silent:
+            self._silence(name, now + self._choices.choice(_SILENCES_S))
             return
-        self.killed.append((time.time(), f"{name}-{self._processes[name].pid}"))
-        self._processes[name].kill()
+        self.killed.append((time.time(), f"{name}-{self._lives[name]}"))
+        self._signal(name, signal.SIGKILL)
         self._processes[name].join()
         self._returns[name] = now + self._choices.choice(_ABSENCES_S)
 
+    def _silence(self, name: str, until: float) -> None:
+        if self._hosts and self._choices.random() < 0.5:
+            self.silences["cuts"] += 1
+            self._silent[name] = until, self._hosts[name].heal
+            self._hosts[name].cut()
+        else:
+            self.silences["stops"] += 1
+            self._silent[name] = until, functools.partial(self._signal, name, signal.SIGCONT)
+            self._signal(name, signal.SIGSTOP)
+
     def _look(self) -> None:
         for name, process in self._processes.items():
-            if name in self._returns or name in self._stopped:
+            if name in self._returns or name in self._silent:
                 continue
             if process.exitcode is not None:
                 raise Failed(f"{name} has ended by itself: {self._why(name)}")
@@ -273,7 +313,7 @@ class Job:
             if name in self._kind.hosts or last != self._progress.get(name, (0.0, 0.0))[0]:
                 self._progress[name] = (last, self._calm_s)
             elif self._calm_s - self._progress[name][1] > _STALL_S:
-                raise Failed(f"{name} has begun no step for {_STALL_S:g} s, while no process was stopped")
+                raise Failed(f"{name} has begun no step for {_STALL_S:g} s, while no process was silent")
 
     def _why(self, name: str) -> str:
         failure = self._folder / f"{name}.failure"
@@ -304,7 +344,7 @@ class Job:
         files = {name: self._folder / f"{name}.stacks" for name in self._kind.workers}
         living = [name for name, file in files.items() if file.exists() and self._processes[name].exitcode is None]
         for name in living:
-            os.kill(self._processes[name].pid, signal.SIGUSR1)
+            self._signal(name, signal.SIGUSR1)
         time.sleep(1)
         return "\n".join(f"{name}:\n{files[name].read_text()}" for name in living)
 
@@ -362,11 +402,15 @@ def story(two: tuple[Step, Step], done: list[Step], killed: list[tuple[float, st
     return "\n".join(lines)
 
 
-def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
+def run(kind: Kind, choices: random.Random, seconds: float, cuts: bool) -> bool:
     """One job; True if nothing was found."""
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        job = Job(kind, choices, folder)
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        hosts: Iterable[VirtualHost] = ()
+        if cuts:
+            hosts = lab = opened.enter_context(VirtualHosts(kind.workers))
+            lab.head.popen([sys.executable, "-c", _STORE, lab.head.address, str(_PORT)])
+        job = Job(kind, choices, folder, hosts)
         found = None
         try:
             job.live(seconds)
@@ -383,7 +427,8 @@ def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
     if found is None and not (kills["trainer"] and (kills["host"] or not kind.hosts)):
         found = "not everything has been killed that was to be"
     killed = " and ".join(f"{count} {what}s" for what, count in kills.items())
-    killed = f"{killed or 'none'} killed, {job.stops} stops"
+    silences = "".join(f", {count} {what}" for what, count in sorted(job.silences.items()))
+    killed = f"{killed or 'none'} killed{silences}"
     print(f"{kind.title}: {len(done)} steps, {killed}: {found or 'nothing was found'}", flush=True)
     return found is None
 
@@ -392,11 +437,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak.training", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="of bad luck (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: any)")
+    parser.add_argument("--cuts", action="store_true", help="as root: each worker on a virtual host, with a cable")
     arguments = parser.parse_args()
     print(f"soak of training: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
     _PROCESSES.set_forkserver_preload(["tests.soak.training"])
     choices = random.Random(arguments.seed)
-    results = [run(kind, choices, 60 * arguments.minutes / len(KINDS)) for kind in KINDS]
+    seconds = 60 * arguments.minutes / len(KINDS)
+    results = [run(kind, choices, seconds, arguments.cuts) for kind in KINDS]
     return 0 if all(results) else 1
 
 
