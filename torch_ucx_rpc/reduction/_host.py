@@ -52,7 +52,8 @@ class Shard:
         self.optimizer: torch.optim.Optimizer = pickle.loads(spec.optimizer)(self.parameters)
         self._path = path
         self._every = spec.checkpoint_every
-        # Requests for the parameters, each with the step that it waits for.
+        # Guards the requests for the parameters, each with the step that it waits for. Held for moments only.
+        self.asking = threading.Lock()
         self.requests: list[tuple[int, Future[list[Tensor]]]] = []
 
     @classmethod
@@ -88,16 +89,15 @@ class Shard:
         self.step, self.committed, self.prepared = step, committed, NEVER
 
     def when(self, step: int) -> Future[list[Tensor]]:
-        """Return the parameters, once all steps before this one are applied."""
+        """Return a future that `tell` completes with the parameters, once all steps before this one are applied."""
         future: Future[list[Tensor]] = Future()
-        with self.lock:
+        with self.asking:
             self.requests.append((step, future))
-        self.tell()
         return future
 
     def tell(self) -> None:
         """Answer requests that wait for the present step."""
-        with self.lock:
+        with self.lock, self.asking:
             due = [future for step, future in self.requests if step <= self.step]
             self.requests = [one for one in self.requests if one[0] > self.step]
             values = [parameter.detach().clone() for parameter in self.parameters] if due else []
@@ -186,9 +186,12 @@ class Host:
         """Return the parameters after a step. Raises RuntimeError if they are lost."""
         with self._office.changed:
             shard = self._find(key, number, spec)
-        if shard is None:
-            raise RuntimeError(self._lost(key))
-        return shard.when(step)
+            if shard is None:
+                raise RuntimeError(self._lost(key))
+            # With the lock: the shard may be dropped, and takes its requests along.
+            values = shard.when(step)
+        shard.tell()
+        return values
 
     def _lost(self, key: str) -> str:
         return (
@@ -240,7 +243,7 @@ class Host:
             if shard is not None and not is_same and (shard.committed != NEVER or shard.restored_from is not None):
                 # Others may have gone on without this host, and saved.
                 del self._shards[key, number]
-                with shard.lock:
+                with shard.asking:
                     requests, shard.requests = shard.requests, []
             shard = self._find(key, number, opening.spec)
         if shard is None:
@@ -251,6 +254,7 @@ class Host:
         if not is_same:
             with shard.lock:
                 shard.go_to(opening.step, opening.committed)
+            with shard.asking:
                 shard.requests += requests
             shard.tell()
         return shard
