@@ -270,7 +270,7 @@ def be_cut_off(rank: int, steps: Steps, fate: Fate, cut: str) -> None:
         eventually(lambda: [one.rank for one in group.wait(timeout=60).members] == wins, "the others are out")
         steps.done(f"goes on {rank}")
     else:
-        with pytest.raises(CutOff, match=f"worker 'worker{rank}' is (cut off from 'worker|no member)"):
+        with pytest.raises(CutOff, match=f"worker 'worker{rank}' is (cut off from 'worker|not a member)"):
             keep_checking(group, 1)
     steps.wait_for(*(f"goes on {other}" for other in wins), timeout=90)
     if rank == staying[0]:
