@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,8 +28,11 @@ class Sent(Protocol):
         """
 
 
-class Posted(Protocol):
+class Posted:
     """A value that this worker expects, as `Channel.post` returns it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def wait(self, timeout: float | None = None) -> Value:
         """Return the value as it was put: a tensor, or a list of tensors.
@@ -37,6 +40,9 @@ class Posted(Protocol):
         If tensors were posted, they receive the value and are returned. ``timeout`` is in seconds; None means the
         agent's ``rpc_timeout``, and 0 means no limit. For the errors see `Channel.take`.
         """
+        _check_timeout(timeout)
+        value: Value = self._value.wait(timeout)
+        return value
 
 
 class Channel:
@@ -144,7 +150,7 @@ class Channel:
         check_type("tag", str, "a str", tag)
         is_single = isinstance(into, torch.Tensor)
         tensors = None if into is None else _tensors(into, "into")
-        return self._slots.post(self._group, self._epoch, source, tag, tensors, is_single)
+        return Posted(self._slots.post(self._group, self._epoch, source, tag, tensors, is_single))
 
     def advance(self, epoch: int) -> None:
         """Go to a later epoch: drop the values of earlier ones, and end waits for them with EpochEnded.
