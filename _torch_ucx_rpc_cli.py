@@ -29,7 +29,7 @@ DEVICES = ("auto", "cpu", "gpu")
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes, one for each outcome, whichever command has it. ``run`` has its workers' codes besides."""
+    """Exit codes, one for each outcome, whichever command has it. ``run`` also returns its workers' codes."""
 
     OK = 0
     # Python's own code after an exception, such as a failed import.

@@ -2,7 +2,7 @@
 
     launched_program.py UCX|TENSORPIPE OPTIONS [memory]
 
-OPTIONS are those of the backend, as JSON. With "memory" it says how much of it it has when all are connected (Pss).
+OPTIONS are those of the backend, as JSON. With "memory" it prints its memory (Pss) once all are connected.
 """
 
 import json

@@ -30,7 +30,7 @@ namespace {
 
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
-// UCX shall wake a waiting thread; a wake-up that takes this long is lost.
+// UCX must wake a waiting thread; a wake-up that takes this long is lost.
 constexpr int kLostMs = 30'000;
 
 // The kinds of memory for a message.

@@ -50,7 +50,7 @@ import copyreg, json, sys, types
 import torch, torch.distributed.rpc as rpc
 
 def parts(value):
-    """What can be exchanged within an object, by the end of its name."""
+    """The replaceable parts of an object, by the end of their names."""
     if isinstance(value, types.ModuleType) or type(value).__module__.startswith("torch"):
         return {f".{name}": part for name, part in getattr(value, "__dict__", {}).items()}
     if isinstance(value, type):

@@ -98,7 +98,7 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
 
 def _end(crew: Crew) -> list[Finding]:
     """Let all calls end, all references go, and all workers leave; return the workers that do not."""
-    # A worker that shall join again leaves only when its calls have ended, and not while others look for it.
+    # A worker that must join again leaves only when its calls have ended, and not while others look for it.
     if absent := crew.all_say("joined", _ENDING_S):
         return [_hang("a worker has not joined", absent)]
     for order, answer in (("stop", "stopped"), ("let go", "released")):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Offer(NamedTuple):
-    """What one worker offers under a name."""
+    """A function or value that one worker offers under a name."""
 
     is_value: bool
     idempotent: bool = False

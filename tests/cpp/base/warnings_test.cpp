@@ -28,7 +28,7 @@ class WarningsTest : public testing::Test {
     });
   }
 
-  std::mutex mutex_; // held by the test where the receiver shall hang
+  std::mutex mutex_; // held by the test where the receiver must hang
   Sentences received_;
   std::vector<std::thread::id> threads_;
 };

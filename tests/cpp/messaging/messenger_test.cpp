@@ -283,7 +283,7 @@ TEST_F(MessengerTest, NeighbourOfADeafWorkerUsesTheNetworkToo) {
   one_.messenger.postControl(one_.peer(1), Kind::kUseNetwork);
   exchangeAll();
   EXPECT_TRUE(two_.peer(0).isOverNetwork.load());
-  EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "the one who tells has moved already";
+  EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "the deaf worker has moved already";
   two_.messenger.postControl(two_.peer(0), Kind::kUseNetwork);
   exchangeAll();
   EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "a peer of another machine has no shared memory to leave";

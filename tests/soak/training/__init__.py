@@ -201,7 +201,7 @@ class Job:
         self._lives = collections.Counter[str]()
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
-        # Those that are stopped or cut off: until when, and what ends it.
+        # Processes that are stopped or cut off: the time of the end, and its action.
         self._silent: dict[str, tuple[float, Callable[[], None]]] = {}
         # The seconds so far in which no process was silent.
         self._calm_s = 0.0

@@ -155,7 +155,7 @@ class Connection {
     Connection* from;
     uint64_t number;
     void* rendezvous; // null while the transport receives it, and while it is awaited again
-    void* again = nullptr; // the latest announcement besides; used if `rendezvous` fails
+    void* again = nullptr; // a later announcement; used if `rendezvous` fails
     bool isBeingReceived = false;
   };
 

@@ -19,8 +19,8 @@ namespace torch_ucx_rpc {
 // are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
 //
 // There are two limits. A peer that is silent for longer than the first is suspect: calls to it wait, and it is well
-// again with the next sign of life. It is lost when it stays silent for the reconnect limit besides. A peer whose
-// process is watched is never lost by silence. Time in which this process itself did not run does not count.
+// again with the next sign of life. It is lost when it then stays silent for the reconnect limit. A peer whose process
+// is watched is never lost by silence. Time in which this process itself did not run does not count.
 // Connection::silence has the time. All functions run under the worker lock.
 class Heartbeat {
  public:

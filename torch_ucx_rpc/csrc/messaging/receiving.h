@@ -24,7 +24,7 @@ struct Receiving {
     kMemory, // the spans get memory, and the body if it is still to be received
     kSpans, // they are received into it
   };
-  // What one operation receives: a piece of a span, or the body.
+  // The part that one operation receives: a piece of a span, or the body.
   struct Part {
     void* rendezvous;
     void* into;

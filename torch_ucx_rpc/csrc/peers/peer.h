@@ -28,8 +28,8 @@ struct Member {
   uint64_t processStartTime = 0; // clock ticks since boot
   std::string user; // as which it runs; shared memory of UCX's is open to one user alone
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
-  // Of the RRefs made, and the contexts of distributed autograd opened, in this life; random if other workers may take
-  // its rank.
+  // Its first ids of RRefs, and of contexts of distributed autograd, in this life; random if other workers may take its
+  // rank.
   int64_t firstRRefId = 0;
   int64_t firstContextId = 0;
   std::string address; // of its transport

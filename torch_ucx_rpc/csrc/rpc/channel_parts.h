@@ -8,7 +8,7 @@
 
 namespace torch_ucx_rpc {
 
-// What a value costs its receiver beside its small tensors.
+// The bytes that a value costs its receiver beside its small tensors.
 inline constexpr uint64_t kOverheadOfValue = 512;
 
 // Tensors that were posted, after the transport is done with them. They must not die under the worker lock, since that

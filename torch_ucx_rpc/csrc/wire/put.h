@@ -32,7 +32,7 @@ struct PutTrailer {
 };
 static_assert(sizeof(PutTrailer) == 24);
 
-// What a put is known by. The names point into its body.
+// The identity of a put. The names point into its body.
 struct PutName {
   std::string_view group;
   uint64_t epoch = 0;
