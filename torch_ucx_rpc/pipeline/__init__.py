@@ -19,23 +19,22 @@ How it is laid out, from the bottom up:
 
 * ``_errors``     the failures of a pipeline
 * ``_values``     values between stages; micro-batches of a batch
-* ``_wiring``     the edges between stages
+* ``_partition``  a model divided into stages: their weights, and the edges between them
 * ``_schedule``   the actions of each worker: named schedules, torch's text, the proof that they end
 
 On a worker:
 
 * ``_build``      the ways of a module to its worker
 * ``_backward``   the backward of a micro-batch, whole or in halves
-* ``_messages``   messages between the driver and its workers
 * ``_stage``      one stage: micro-batches forward and back
 * ``_exchange``   values between stages, by channel
 * ``_run``        one call: its row of the schedule, action by action
+* ``_state``      parts of the state, for checkpoints and for the driver
 * ``_stages``     all stages of a worker, and the driver's orders to them
 * ``_host``       the thread that carries out the driver's orders
 
 On the driver:
 
-* ``_partition``  a model divided into stages: their weights and edges
 * ``_balance``    stages that take equally long
 * ``_tracing``    other models than nn.Sequential, by torch's splitter
 * ``_divide``     the division of layers into stages
@@ -46,7 +45,6 @@ On the driver:
 * ``_function``   ``pipe(x)`` in autograd
 * ``_scaler``     `GradScaler`
 * ``_optimizer``  `PipelineOptimizer`
-* ``_state``      the parts of a pipeline in a checkpoint
 * ``_show``       ``print(pipe)``, and a Chrome trace of a step
 * ``_driver``     `DistributedPipeline`
 

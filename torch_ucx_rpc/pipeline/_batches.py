@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ucx_rpc.pipeline import _schedule
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._messages import Autocast, Request
+from torch_ucx_rpc.pipeline._partition import INPUT, StageSpec
 from torch_ucx_rpc.pipeline._recovery import Recovery
 from torch_ucx_rpc.pipeline._remote import RemoteModel
-from torch_ucx_rpc.pipeline._schedule import Schedules
+from torch_ucx_rpc.pipeline._stage import Autocast, Request
 from torch_ucx_rpc.pipeline._values import Packet, batch_size, merge, pack, split
-from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
 
 __all__ = ["Batches", "Call", "Done"]
 
@@ -46,12 +44,11 @@ class Call(NamedTuple):
 class Batches:
     """Runs batches on a model, with the losses of workers that spares make good. It belongs to the driver's thread."""
 
-    def __init__(self, model: RemoteModel, recovery: Recovery, schedules: Schedules, chunks: int) -> None:
+    def __init__(self, model: RemoteModel, recovery: Recovery, chunks: int) -> None:
         self.model = model
         self.chunks = chunks
         self._crew = model.crew
         self._recovery = recovery
-        self._schedules = schedules
         self._numbers = itertools.count()
         # Whether the loss returns (sum, count), once that is known.
         self._has_counts: bool | None = None
@@ -69,11 +66,13 @@ class Batches:
     ) -> Done:
         """Run forward and backward of a batch; without ``grad`` only forward. ``target`` and ``scale`` may be None."""
         count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
-        rows = self._schedules.of(count).rows if grad else self._forward_rows(count)
+        if grad:
+            # This raises ScheduleError for a text with more micro-batches.
+            self.model.schedules.rows("step", count)
         # The first loss shows whether losses have counts.
-        apart = grad and self._has_counts is not False
+        is_apart = grad and self._has_counts is not False
         request = Request(
-            ("step" if grad else "forward", count),
+            "step" if grad else "forward",
             next(self._numbers),
             count,
             targets=targets,
@@ -81,12 +80,12 @@ class Batches:
             scale=scale,
             shows_output=shows_output,
             record=record,
-            apart=apart,
+            is_apart=is_apart,
         )
-        results = self._run(self._requests(request, rows, inputs), changes=grad or self.model.training)
+        results = self._run(self._requests(request, inputs), changes=grad or self.model.training)
         last = results[self._crew.worker_of[-1]]
         self._has_counts = self._has_counts or "factor" in last
-        if apart:
+        if is_apart:
             self._recovery.do(self._crew.later, "weigh", last.get("factor", 1.0))
         output = merge([value for value, _ in last["outputs"]]) if shows_output else None
         return Done(last["loss"], last["losses"], output, [result.get("events") for result in results])
@@ -103,7 +102,7 @@ class Batches:
         results = self._run(requests, changes=False)
         if self.model.training:
             # A repetition repeats random numbers and statistics, and has no backward.
-            self._recovery.record(self._crew.run, [one._replace(grad=False) for one in requests])
+            self._recovery.record(self._crew.each, "run", [(one._replace(grad=False),) for one in requests])
         outputs = results[self._crew.worker_of[-1]]["outputs"]
         return Call(self.model.crews, requests[0].call, inputs, outputs)
 
@@ -118,13 +117,11 @@ class Batches:
                 "a worker was lost, or replaced, since this output was computed, and what it kept for the way back is "
                 "gone: call the pipeline again"
             )
-        count = len(gradients)
-        rows = _schedule.backward_only(self._crew.worker_of, len(self._crew.places), count, last_first=True)
         request = Request(
-            ("backward", count), number, count, output_gradients=gradients, input_gradients=input_gradients
+            "backward", number, len(gradients), output_gradients=gradients, input_gradients=input_gradients
         )
         found: dict[int, Any] = {}
-        for result in self._crew.run(self._requests(request, rows, None)):
+        for result in self._crew.each("run", [(one,) for one in self._requests(request, None)]):
             found.update(result.get("input_gradients", {}))
         # The journal does not have these gradients; the caller is responsible for them.
         self._recovery.record_unrepeatable()
@@ -132,11 +129,8 @@ class Batches:
 
     def _forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[list[Any], list[Request]]:
         count, inputs, _ = self._divided(args, kwargs, ())
-        request = Request(("forward", count), next(self._numbers), count, grad=grad, to_driver=True)
-        return inputs, self._requests(request, self._forward_rows(count), inputs)
-
-    def _forward_rows(self, count: int) -> Sequence[_schedule.Row]:
-        return _schedule.forward_only(self._crew.worker_of, len(self._crew.places), count)
+        request = Request("forward", next(self._numbers), count, grad=grad, to_driver=True)
+        return inputs, self._requests(request, inputs)
 
     def _divided(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
         """Return the number of micro-batches, their arguments, and the targets."""
@@ -147,9 +141,8 @@ class Batches:
         count = self.chunks if size is None else min(self.chunks, size)
         return count, split((args, kwargs), count), split(target, count)
 
-    def _requests(self, request: Request, rows: Sequence[_schedule.Row], batch: list[Any] | None) -> list[Request]:
+    def _requests(self, request: Request, batch: list[Any] | None) -> list[Request]:
         """Return the call as each worker needs it. ``batch`` is None for a backward, which has that of its forward."""
-        self.model.announce(request.row_key, rows)
         inputs: Mapping[int, list[Packet]] = {}
         if batch is not None:
             request = request._replace(autocast=_autocast_here())
@@ -169,7 +162,7 @@ class Batches:
         """Have all workers carry out a call. Returns each worker's answer. ``changes``: whether it leaves gradients, or
         in training mode other random numbers and statistics, so a recovery must repeat it."""
         guard = self._recovery.do if changes else self._recovery.ask
-        return guard(self._crew.run, requests)
+        return guard(self._crew.each, "run", [(one,) for one in requests])
 
 
 def _autocast_here() -> Autocast:

@@ -18,7 +18,7 @@ from torch.fx.graph_module import _format_import_block, _forward_from_src
 from torch.package.importer import sys_importer
 
 from torch_ucx_rpc._arguments import check_callable, wrong_value
-from torch_ucx_rpc.pipeline._wiring import StageSpec
+from torch_ucx_rpc.pipeline._partition import StageSpec
 
 __all__ = ["Built", "Traced", "on_worker", "skeleton", "travels"]
 

@@ -2,13 +2,14 @@
 
 **Epochs.** The driver alone decides. An epoch is a number and the hosts of the rows, its crew. These invariants hold:
 
-1. In an epoch the driver's messages are numbered from 0. Every host carries them out in turn.
+1. In an epoch the driver's messages are numbered from 0. Every host carries them out in turn. The driver waits for the
+   results of the last one only.
 2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, or a worker is given up. Every host
    carries out all messages before that one and none from it on. A host that has already carried out its call undoes it.
-   The driver's questions repeat the cut, so no host misses it. A host may learn from another that the epoch is over. It
-   then stops its call, and waits for the cut.
+   A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses it. A host
+   may learn from another that the epoch is over. It then stops its call, and waits for the cut.
 3. The next epoch begins when each host has said so, or has been given up. Only then does the driver send orders again.
-4. The number fences. Orders, values between stages and outcomes travel in boxes of the receiver, in its epoch: those of
+4. The number fences. Orders, values between stages and results travel in boxes of the receiver, in its epoch: those of
    another epoch are dropped. The driver no longer uses the box of a worker that it has given up. If that worker comes
    back, it learns that its host is closed.
 5. A worker is given up if its end is certain, if it has not answered a question for ``rpc_timeout``, or if its stage is
@@ -17,8 +18,7 @@
    optimizer step counts, and `recovery` repeats the journal since.
 
 Gradients and steps of optimizers are applied as they are carried out. A call that fails is undone everywhere: gradients
-that it created are removed, and optimizers refuse the others until ``zero_grad``. If an optimizer fails on one worker,
-the others have taken their step.
+are those from before it. If an optimizer fails on one worker, the others have taken their step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed.rpc as rpc
@@ -41,21 +41,12 @@ from torch_ucx_rpc._workers.lost import Gone, subscribe, timed_out, was_lost
 from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.pipeline import _host
 from torch_ucx_rpc.pipeline._errors import PipelineError, StageError, StageLostError
-from torch_ucx_rpc.pipeline._exchange import (
-    Box,
-    close_to_send,
-    decode,
-    encode,
-    open_to_send,
-    put,
-)
-from torch_ucx_rpc.pipeline._messages import Failure, Request
+from torch_ucx_rpc.pipeline._exchange import Box, close_to_send, decode, encode, open_to_send, put
+from torch_ucx_rpc.pipeline._run import Failure
 
-__all__ = ["Crew", "Message", "Place"]
+__all__ = ["Crew", "Place", "tell"]
 
-Outcome = tuple[Any, ...]
-
-# Seconds to wait for one outcome before the driver asks the workers that have not answered.
+# Seconds to wait for one result before the driver asks the workers that have not answered.
 _SLICE_S = 0.5
 # The same where the agent does not report the end of a worker: only the questions notice it.
 _SLICE_UNTOLD_S = 0.1
@@ -77,55 +68,48 @@ class Place:
         self.is_here = worker == rpc.get_worker_info().name
         open_to_send(name)
         self.lost = False
-        self.is_new = False
-        """It has been made in the place of another, and does not know all yet."""
 
     def __str__(self) -> str:
         return self.worker if self.device == "cpu" else f"{self.worker}/{self.device}"
 
 
-class Message(NamedTuple):
+class _Message(NamedTuple):
     """One or more orders that all workers have been given."""
 
     number: int
     name: str
-    quiet: dict[str, Any]
-    adds_gradients: bool
-    is_answered: bool
-    """If not, hosts only report failures: an outcome of a later message shows that this one succeeded."""
+    quiet: dict[str, tuple[Any, ...]]
 
 
 class _Epoch:
     """State of the present epoch. Any thread may use it: RPC's threads report failures.
 
     Attributes:
-        messages: numbers of the messages that have been sent and not settled.
-        outcomes: outcomes by number of the message, and row.
+        messages: the messages whose outcomes the driver does not know.
+        failures: failures by number of the message, and row.
         gone: the reason why a row's worker is given up.
-        reason: the reason, if no worker is to blame.
         cut: the end of the epoch as the hosts learn it.
+        news: the last cut, which questions repeat.
     """
 
-    def __init__(self, number: int, places: Sequence[Place]) -> None:
+    def __init__(self, number: int, places: Sequence[Place], box: Box, news: _host.Cut | None = None) -> None:
         self.number = number
-        self.places = places
-        self.messages: list[Message] = []
-        self.outcomes: dict[tuple[int, int], Outcome] = {}
+        self.messages: list[_Message] = []
+        self.failures: dict[tuple[int, int], Failure] = {}
         self.gone: dict[int, str] = {}
-        self.reason: str | None = None
         self.cut: _host.Cut | None = None
+        self.news = news
+        self._places = places
+        self._box = box
         self._lock = threading.RLock()
 
-    @property
-    def at(self) -> int | None:
-        """The message at which the epoch ends, if it does."""
-        return None if self.cut is None else self.cut.at
-
-    def note(self, number: int, row: int, outcome: Outcome) -> None:
+    def fail(self, host: str, failure: Failure) -> None:
+        """A host has failed."""
         with self._lock:
-            self.outcomes.setdefault((number, row), outcome)
-            if outcome[0] in {"error", "lost"}:
-                self.end(number)
+            for row, place in enumerate(self._places):
+                if place.host == host and failure.epoch == self.number:
+                    self.failures[failure.number, row] = failure
+                    self.end(failure.number)
 
     def give_up(self, row: int, reason: str) -> None:
         with self._lock:
@@ -136,62 +120,22 @@ class _Epoch:
     def end(self, at: int) -> None:
         """Tell the hosts that this epoch ends at a message, unless they know of an earlier one."""
         with self._lock:
-            if self.at is not None and self.at <= at:
+            if self.cut is not None and self.cut.at <= at:
                 return
-            spoils = any(message.adds_gradients for message in self.messages if message.number >= at)
-            cut = self.cut = _host.Cut(self.number + 1, at, spoils)
-            for row, place in enumerate(self.places):
+            cut = self.cut = self.news = _host.Cut(self.number + 1, at)
+            for row, place in enumerate(self._places):
                 if place.is_here:
                     _host.cut(place.host, cut)
                 elif row not in self.gone:
                     # If it is lost on the way, the next question repeats it.
                     with contextlib.suppress(RuntimeError):  # its end is known already
                         rpc.rpc_async(place.info, _host.cut, (place.host, cut), timeout=0)
-
-
-class _Question:
-    """The last answer of a worker that has not sent its outcome, and how long it has been silent."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._next = 0.0
-        self._call: Any = None
-        self._silence_s = 0.0
-        self._answer = ""
-
-    def look(self, passed_s: float, cut: _host.Cut | None) -> str | None:
-        """Say why the worker is to be given up, if so. A question repeats the ``cut``."""
-        if self._call is None:
-            if time.monotonic() >= self._next:
-                self._next = time.monotonic() + _ASKING_S
-                self._silence_s = 0.0
-                try:
-                    self._call = rpc.rpc_async(self._place.info, _host.progress, (self._place.host, cut), timeout=0)
-                except RuntimeError as error:
-                    return str(error)
-        elif self._call.done():
-            try:
-                self._answer = self._call.value()
-            except RuntimeError as error:
-                return str(error)
-            self._call = None
-            if self._answer == "closed":
-                return "its stages have been closed"
-        else:
-            # This counts questions, not time: this process may have been stopped itself.
-            self._silence_s += passed_s
-            limit = get_rpc_timeout()
-            if self._silence_s > limit > 0:
-                return f"it has not answered for {limit:g} s"
-        return None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._answer == "busy" or self._silence_s > _ASKING_S
+            # This wakes the driver.
+            self._box.advance(cut.epoch)
 
 
 class Crew:
-    """The workers of one pipeline. It belongs to the driver's thread, except `tell`, `lose` and `forget`.
+    """The workers of one pipeline. It belongs to the driver's thread, except `fail`, `lose` and `forget`.
 
     ``places`` has worker and device of each row of the schedule, and ``worker_of`` the row of each stage.
     """
@@ -199,22 +143,21 @@ class Crew:
     def __init__(
         self, places: Sequence[tuple[str, str]], worker_of: Sequence[int], step_timeout: float | None = None
     ) -> None:
-        own = rpc.get_worker_info()
-        self.name = f"pipeline {own.name}-{os.getpid()}-{next(_numbers)}"
+        self.name = f"pipeline {rpc.get_worker_info().name}-{os.getpid()}-{next(_numbers)}"
         self.session = life().number
         self.box = Box(self.name, 0)
         self.places = [self.place(worker, device) for worker, device in places]
-        self._epoch = _Epoch(0, self.places)
+        self._epoch = _Epoch(0, self.places, self.box)
         _crews[self.name] = self
         reference = weakref.ref(self)
         self._unsubscribe = subscribe(lambda gone: _lose(reference, gone))
         self.worker_of = worker_of
         self.stages_of = [[stage for stage, of in enumerate(worker_of) if of == row] for row in range(len(places))]
-        self.step_timeout = math.inf if step_timeout is None else step_timeout
+        self._step_timeout = math.inf if step_timeout is None else step_timeout
         # Number of the next message.
         self._number = 0
-        # Orders that travel with the next message, by name.
-        self._quiet: dict[str, Any] = {}
+        # Orders that travel with the next message: arguments by name.
+        self._quiet: dict[str, tuple[Any, ...]] = {}
         self._forgotten: list[int] = []
         self._slice_s = _SLICE_S if life().tells_ends else _SLICE_UNTOLD_S
         self._is_closed = False
@@ -232,39 +175,63 @@ class Crew:
 
     # ----------------------------------------------------------------------------------------------------- orders
 
-    def later(self, name: str, payload: Any) -> None:
-        """Have all carry out an order before the next one. It replaces an order of the same name; lists add up."""
-        self._quiet[name] = [*self._quiet.get(name, ()), *payload] if isinstance(payload, list) else payload
+    def later(self, name: str, *arguments: Any) -> None:
+        """Have all carry out an order before the next one. It replaces an order of the same name."""
+        self._quiet[name] = arguments
 
-    def send(
-        self, name: str, payloads: Sequence[Any], *, adds_gradients: bool = False, is_answered: bool = True
-    ) -> Message:
-        """Give an order to all; `settle` waits for it. Raises what pickle raises, before anything has been sent."""
+    def forget(self, call: int) -> None:
+        """Let the workers free what they keep of a call. The garbage collector may call this, in any thread."""
+        self._forgotten.append(call)
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Give an order to all without waiting for it: the next order that waits raises its failure."""
+        self._send(name, [arguments] * len(self.places), is_answered=False)
+
+    def do(self, name: str, *arguments: Any) -> list[Any]:
+        """Give an order to all and wait until they have carried it out. Returns their results. Raises StageError,
+        StageLostError, PipelineError; also for orders that have been given without waiting."""
+        return self.each(name, [arguments] * len(self.places))
+
+    def each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Do `do` with arguments for each worker."""
+        tag = self._send(name, arguments, is_answered=True)
+        epoch = self._epoch
+        results = self._gather(tag)
+        if epoch.gone:
+            epoch.end(0)
+        if epoch.cut is None:
+            epoch.messages = []
+            return [results[row] for row in range(len(self.places))]
+        self._begin_epoch()
+        raise self._error_of(epoch)
+
+    def _send(self, name: str, arguments: Sequence[tuple[Any, ...]], *, is_answered: bool) -> str:
+        """Return the tag of the results. Raises what pickle raises, before anything has been sent."""
         self.check()
-        if self._forgotten:
-            forgotten, self._forgotten = self._forgotten, []
-            self.later("forget", forgotten)
-        first = payloads[0]
+        forgotten, self._forgotten = self._forgotten, []
+        if forgotten:
+            self.later("forget", [*self._quiet.get("forget", ([],))[0], *forgotten])
         quiet = list(self._quiet.items())
-        if all(payload is first for payload in payloads):
-            encoded = [encode((is_answered, [*quiet, (name, first)]))] * len(payloads)
+        if all(some is arguments[0] for some in arguments):
+            encoded = [encode((is_answered, [*quiet, (name, arguments[0])]))] * len(arguments)
         else:
-            encoded = [encode((is_answered, [*quiet, (name, payload)])) for payload in payloads]
-        message = Message(self._number, name, self._quiet, adds_gradients, is_answered)
+            encoded = [encode((is_answered, [*quiet, (name, some)])) for some in arguments]
+        message = _Message(self._number, name, self._quiet)
         self._number, self._quiet = self._number + 1, {}
         self._epoch.messages.append(message)
+        if self._epoch.gone:
+            self._epoch.end(0)
         try:
             for row, orders in enumerate(encoded):
                 self._put(row, message, orders)
         except BaseException:
             # Some workers have it, and the others do not.
             self._epoch.end(message.number)
-            self._collect()
             self._begin_epoch()
             raise
-        return message
+        return str(message.number)
 
-    def _put(self, row: int, message: Message, orders: Any) -> None:
+    def _put(self, row: int, message: _Message, orders: Any) -> None:
         """Put a message into the box of a worker, or give the worker up."""
         place, watch = self.places[row], _Watch(self.places, math.inf)
         while row not in self._epoch.gone:
@@ -277,120 +244,61 @@ class Crew:
                 if was_lost(error):
                     self._epoch.give_up(row, str(error))
                 elif timed_out(error):
-                    watch.look([row], self._epoch, self._epoch.cut)
+                    watch.look([row], self._epoch)
                 else:
                     raise
 
-    def send_later(self, name: str, payload: Any) -> None:
-        """Give an order without waiting for it: the next `settle` raises its failure."""
-        self.send(name, [payload] * len(self.places), is_answered=False)
-
-    def do(self, name: str, payload: Any) -> list[Any]:
-        """Give an order to all and wait until they have carried it out."""
-        return self.settle(self.send(name, [payload] * len(self.places)))
-
-    def run(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Have each worker carry out its part of a call. Returns their answers."""
-        return self.settle(self.send("run", requests, adds_gradients=requests[0].adds_gradients))
-
-    def forget(self, call: int) -> None:
-        """Let the workers free what they keep of a call. The garbage collector may call this, in any thread."""
-        self._forgotten.append(call)
-
-    def settle(self, sent: Message) -> list[Any]:
-        """Return each worker's result of a message, after the messages before it. Raises StageError, StageLostError,
-        PipelineError."""
-        epoch, rows = self._epoch, range(len(self.places))
-        self._collect()
-        if epoch.at is None:
-            results = [epoch.outcomes[sent.number, row][1] for row in rows]
-            epoch.messages, epoch.outcomes = [], {}
-            return results
-        self._begin_epoch()
-        raise self._error_of(epoch)
-
-    def _collect(self) -> None:
-        """Return when all messages have outcomes, up to where the epoch ends."""
-        epoch, watch = self._epoch, _Watch(self.places, self.step_timeout)
-        if epoch.gone:
-            epoch.end(0)
-        while still := [
-            (message.number, row)
-            for message in epoch.messages
-            if message.is_answered and (epoch.at is None or message.number < epoch.at)
-            for row in range(len(self.places))
-            if row not in epoch.gone and (message.number, row) not in epoch.outcomes
-        ]:
-            number, row = still[0]
-            outcome = self._take(row, str(number))
-            if outcome is not None:
-                epoch.note(number, row, outcome)
+    def _gather(self, tag: str) -> dict[int, Any]:
+        """Return what all workers send under a tag, by row; less if the epoch ends."""
+        epoch, watch = self._epoch, _Watch(self.places, self._step_timeout)
+        found: dict[int, Any] = {}
+        while epoch.cut is None:
+            still = [row for row in range(len(self.places)) if row not in found and row not in epoch.gone]
+            if not still:
+                break
+            place = self.places[still[0]]
+            try:
+                value = self.box.take(epoch.number, place.worker, f"{place.host} {tag}", self._slice_s)
+            except EpochEnded:
+                if epoch.cut is None:
+                    raise  # the pipeline has been closed
+            except RuntimeError as error:
+                if timed_out(error):
+                    watch.look(still, epoch)
+                elif was_lost(error):
+                    epoch.give_up(still[0], str(error))
+                else:
+                    raise
             else:
-                watch.look({row for _, row in still}, epoch, epoch.cut)
-        if epoch.gone:
-            epoch.end(0)
-
-    def _take(self, row: int, tag: str) -> Outcome | None:
-        """Return what a host sends, if it does so in time."""
-        place = self.places[row]
-        try:
-            outcome: Outcome = decode(self.box.take(self.epoch, place.worker, f"{place.host} {tag}", self._slice_s))
-        except RuntimeError as error:
-            if timed_out(error):
-                return None
-            if not was_lost(error):
-                raise
-            self._epoch.give_up(row, str(error))
-            return None
-        return outcome
+                found[still[0]] = decode(value)
+        return found
 
     # --------------------------------------------------------------------------------------------------- epochs
 
-    def tell(self, epoch: int, number: int, host: str, outcome: Outcome) -> None:
+    def fail(self, host: str, failure: Failure) -> None:
         """A host has failed. Any thread may call this."""
-        now = self._epoch
-        for row, place in enumerate(now.places):
-            if place.host == host and epoch == now.number:
-                now.note(number, row, outcome)
+        self._epoch.fail(host, failure)
 
     def lose(self, worker: str, reason: str) -> None:
         """A worker has ended. Any thread may call this."""
-        for row, place in enumerate(self._epoch.places):
+        for row, place in enumerate(self.places):
             if place.worker == worker:
                 self._epoch.give_up(row, reason)
 
     def _begin_epoch(self) -> None:
         """Return when all hosts that live have begun the next epoch."""
         ended = self._epoch
-        epoch = _Epoch(ended.number + 1, self.places)
+        epoch = _Epoch(ended.number + 1, self.places, self.box, ended.news)
         epoch.gone.update(ended.gone)
         self._epoch, self._number = epoch, 0
-        self.box.advance(epoch.number)
         # Orders that were to travel with another may not have been carried out everywhere. Repeating them does no harm.
         for message in reversed(ended.messages):
-            if message.number >= (ended.at or 0):
-                self._quiet = {**message.quiet, **self._quiet}
-        watch = _Watch(self.places, self.step_timeout)
-        begun: set[int] = set()
-        while still := [row for row in range(len(self.places)) if row not in epoch.gone and row not in begun]:
-            if self._take(still[0], "begins") is not None:
-                begun.add(still[0])
-            else:
-                watch.look(still, epoch, ended.cut)
+            self._quiet = {**message.quiet, **self._quiet}
+        self._gather("begins")
         ended.gone.update(epoch.gone)
         epoch.gone.clear()
         for row in ended.gone:
             self.places[row].lost = True
-
-    def renew(self) -> None:
-        """Begin another epoch, for a crew that changes though none is lost."""
-        if any(place.lost for place in self.places):
-            return  # the epoch has ended with them
-        with contextlib.suppress(PipelineError):
-            self.do("synchronize", {})
-        if not any(place.lost for place in self.places):
-            self._epoch.end(self._number)
-            self._begin_epoch()
 
     # --------------------------------------------------------------------------------------------------- failures
 
@@ -398,31 +306,27 @@ class Crew:
         if ended.gone:
             reasons = {self.places[row].worker: reason for row, reason in ended.gone.items()}
             return self._lost_error(sorted(ended.gone), reasons)
-        if ended.reason is not None:
-            return PipelineError(ended.reason)
-        failed = sorted((key, outcome) for key, outcome in ended.outcomes.items() if outcome[0] in {"error", "lost"})
-        names = {message.number: message.name for message in ended.messages}
-        for (number, row), outcome in failed:
-            if outcome[0] == "error":
-                return self._stage_error(self.places[row], names[number], outcome[1])
-        return PipelineError(
-            f"a stage could not send to worker {failed[0][1][1]}, which the driver reaches: look at the network "
-            f"between the two workers. The step has been undone; it can be tried again."
-        )
-
-    def _stage_error(self, place: Place, name: str, failure: Failure) -> StageError:
-        if failure.stage is None:
-            what = f"worker {place.worker!r} failed in {name.replace('_', ' ')}"
+        failed = sorted(ended.failures.items(), key=lambda item: (item[1].is_lost, item[0]))
+        (number, row), failure = failed[0]
+        if failure.is_lost:
+            return PipelineError(
+                f"a stage could not send to worker {failure.error}, which the driver reaches: look at the network "
+                f"between the two workers. The step has been undone; it can be tried again."
+            )
+        worker, action = self.places[row].worker, failure.action
+        if action is None:
+            name = next(message.name for message in ended.messages if message.number == number)
+            what = f"worker {worker!r} failed in {name.replace('_', ' ')}"
         else:
             what = (
-                f"stage {failure.stage} on worker {place.worker!r} failed in {failure.doing} of micro-batch "
-                f"{failure.micro_batch}"
+                f"stage {action.stage} on worker {worker!r} failed in {failure.doing} of micro-batch "
+                f"{action.micro_batch}"
             )
         return StageError(
             f"{what}: {failure.error}",
-            stage=failure.stage,
-            worker=place.worker,
-            micro_batch=failure.micro_batch,
+            stage=None if action is None else action.stage,
+            worker=worker,
+            micro_batch=None if action is None else action.micro_batch,
             traceback_text=failure.traceback,
         )
 
@@ -475,36 +379,61 @@ class _Watch:
         self._begin = self._looked = time.monotonic()
         self._questions: dict[int, _Question] = {}
 
-    def look(self, rows: Iterable[int], epoch: _Epoch, cut: _host.Cut | None) -> None:
-        """Give up workers that are silent, or busy for too long, in ``epoch``. The others get the ``cut``."""
+    def look(self, rows: Sequence[int], epoch: _Epoch) -> None:
+        """Give up workers that are silent, or busy for too long, in ``epoch``. The others get the last cut."""
         now = time.monotonic()
+        # This counts questions, not time: this process may have been stopped itself.
         passed, self._looked = min(now - self._looked, 2 * _SLICE_S), now
         busy = []
         for row in rows:
-            if row not in self._questions:
-                self._questions[row] = _Question(self._places[row])
-            question = self._questions[row]
-            if (reason := question.look(passed, cut)) is not None:
+            question = self._questions.setdefault(row, _Question())
+            if (reason := question.look(self._places[row], passed, epoch.news)) is not None:
                 epoch.give_up(row, reason)
-            elif question.is_busy:
+            elif question.answer == "busy" or question.silence_s > _ASKING_S:
                 busy.append(row)
         # Each has been asked at least once.
-        if now - self._begin > max(self._limit_s, 2 * _SLICE_S) and epoch.at is None:
-            for row in busy:
-                epoch.give_up(row, f"its stage is busy after step_timeout={self._limit_s:g} s")
-            if not busy and epoch.messages:
-                epoch.reason = f"the step does not end within step_timeout={self._limit_s:g} s, but no stage is busy"
-                epoch.end(0)
+        if now - self._begin > max(self._limit_s, 2 * _SLICE_S) and epoch.cut is None:
+            for row in busy or rows:
+                state = "busy" if busy else "waiting"
+                epoch.give_up(row, f"its stage is {state} after step_timeout={self._limit_s:g} s")
+
+
+class _Question:
+    """The last answer of a worker that has not sent its result, and how long it has been silent."""
+
+    def __init__(self) -> None:
+        self.answer = ""
+        self.silence_s = 0.0
+        self._next = 0.0
+        self._call: Any = None
+
+    def look(self, place: Place, passed_s: float, cut: _host.Cut | None) -> str | None:
+        """Say why the worker is to be given up, if so. A question repeats the ``cut``."""
+        try:
+            if self._call is None:
+                if time.monotonic() >= self._next:
+                    self._next, self.silence_s = time.monotonic() + _ASKING_S, 0.0
+                    self._call = rpc.rpc_async(place.info, _host.progress, (place.host, cut), timeout=0)
+            elif self._call.done():
+                self.answer, self._call = self._call.value(), None
+            else:
+                self.silence_s += passed_s
+        except RuntimeError as error:
+            return str(error)
+        limit = get_rpc_timeout()
+        if self.silence_s > limit > 0:
+            return f"it has not answered for {limit:g} s"
+        return "its stages have been closed" if self.answer == "closed" else None
 
 
 # The crews of this process, by name.
 _crews: weakref.WeakValueDictionary[str, Crew] = weakref.WeakValueDictionary()
 
 
-def tell(crew: str, epoch: int, number: int, host: str, outcome: Outcome) -> None:
+def tell(crew: str, host: str, failure: Failure) -> None:
     """Note that a message has failed on a host. Hosts call this."""
     if (found := _crews.get(crew)) is not None:
-        found.tell(epoch, number, host, outcome)
+        found.fail(host, failure)
 
 
 def _lose(reference: weakref.ref[Crew], gone: Gone) -> None:

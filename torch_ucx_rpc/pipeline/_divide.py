@@ -12,9 +12,8 @@ from torch.distributed.nn.api.remote_module import _RemoteModule
 
 from torch_ucx_rpc.pipeline._balance import balanced, timed
 from torch_ucx_rpc.pipeline._build import Built
-from torch_ucx_rpc.pipeline._partition import Partition, StageInfo, parameter_count, tie
+from torch_ucx_rpc.pipeline._partition import INPUT, Edge, Partition, Ref, StageInfo, StageSpec, parameter_count, tie
 from torch_ucx_rpc.pipeline._values import batch_size, split
-from torch_ucx_rpc.pipeline._wiring import INPUT, Edge, Ref, StageSpec
 
 __all__ = ["divide"]
 

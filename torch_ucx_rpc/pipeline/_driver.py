@@ -129,22 +129,22 @@ class DistributedPipeline:
                     f"schedule. For several stages on each worker there is stages_per_worker=."
                 )
         # The schedule finds a conflict before anything runs.
-        schedules = Schedules(schedule, len(places), stages_per_worker)
-        worker_of = schedules.of(chunks).worker_of
+        schedules = Schedules(schedule, len(places), stages_per_worker, chunks)
         partition = divide(
             model, schedules.stages, balance=balance, sample=sample, split_spec=split_spec, chunks=chunks
         )
         self._schedule = schedule
-        self._crew = Crew(places, worker_of, step_timeout)
+        self._crew = Crew(places, schedules.worker_of, step_timeout)
         self._model = RemoteModel(
             self._crew,
             partition,
+            schedules,
             loss=loss,
             rematerialize=rematerialize,
             training=any(not isinstance(one, nn.Module) or one.training for one in _modules(model)),
         )
         self._recovery = Recovery(self._model, spare_places)
-        self._batches = Batches(self._model, self._recovery, schedules, chunks)
+        self._batches = Batches(self._model, self._recovery, chunks)
         try:
             for worker, _ in spare_places:
                 rpc.rpc_sync(rpc.get_worker_info(worker), _host.prepare)
@@ -249,9 +249,7 @@ class DistributedPipeline:
         Learning-rate schedulers work on the result as on any.
         """
         params = self.parameters() if params is None else params
-        made = PipelineOptimizer(self._model, self._recovery, cls, params, options)
-        self._model.optimizers.append(made)
-        return made
+        return PipelineOptimizer(self._model, self._recovery, cls, params, options)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the undivided model's names, and parameters with shape and dtype but without values (on the meta
@@ -266,7 +264,7 @@ class DistributedPipeline:
     def train(self, mode: bool = True) -> DistributedPipeline:
         """Set the mode of all stages, as ``nn.Module.train``. Until then each module has the mode in which it was
         given."""
-        self._recovery.do(self._crew.do, "train", {"mode": mode})
+        self._recovery.do(self._crew.do, "train", mode)
         self._model.mode = mode
         return self
 
@@ -289,7 +287,7 @@ class DistributedPipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Do ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Returns the norm before clipping."""
-        norms = self._recovery.gather("gradient_norms", {"norm_type": float(norm_type)})
+        norms = self._recovery.gather("gradient_norms", float(norm_type))
         in_order = [norms[name] for name in self._model.parameters if name in norms]
         if not in_order:
             return torch.tensor(0.0)
@@ -297,28 +295,28 @@ class DistributedPipeline:
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite: they cannot be clipped")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        self._recovery.do(self._crew.do, "scale_gradients", {"factor": factor})
+        self._recovery.do(self._crew.do, "scale_gradients", factor)
         return total
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return copies of all gradients, by the names of the undivided model."""
-        found = self._recovery.gather("gradients", {})
-        return {name: found[name] for name in self._model.parameters if name in found}
+        found = self._recovery.gather("state", "gradients")
+        return {name: found.get(name) for name in self._model.parameters}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the undivided model's state, copied to this process. Use `save` for a model that does not fit into one
         process."""
-        found = self._recovery.gather("state_dict", {})
+        found = self._recovery.gather("state", "model")
         order = {name: place for place, name in enumerate(self._model.parameters)}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; it may come from the undivided model. Raises KeyError, which lists the
         missing names."""
-        missing = sorted(self._recovery.gather("state_dict", {}).keys() - state_dict.keys())
+        missing = sorted(self._recovery.gather("state", "model").keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")
-        self._recovery.do(self._crew.do, "load_state_dict", {"state": dict(state_dict)})
+        self._recovery.do(self._crew.do, "set_state", dict(state_dict), "model")
 
     def synchronize(self) -> None:
         """Wait until the workers have carried out all orders. Raises the first error of any of them."""

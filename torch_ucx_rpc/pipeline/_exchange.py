@@ -102,7 +102,8 @@ class Box:
         return self.post(epoch, source, tag).wait(timeout)
 
     def advance(self, epoch: int) -> None:
-        self._slots.advance(self.name, epoch)
+        if not self._is_closed:
+            self._slots.advance(self.name, epoch)
 
     def close(self) -> None:
         """End all waits here, though others may still send. Closing twice does no harm."""
@@ -119,13 +120,13 @@ class Exchange:
     """
 
     def __init__(
-        self, box: Box, device: torch.device, routes: list[tuple[str, str]], is_called_off: Callable[[], bool]
+        self, box: Box, device: str, routes: list[tuple[str, str]], epoch: int, is_called_off: Callable[[], bool]
     ) -> None:
         self._box = box
-        self._device = device
+        self._device = torch.device(device)
         self._is_called_off = is_called_off
-        # Number of the message that is being carried out, and its epoch.
-        self.number = self.epoch = 0
+        # Number of the message that is being carried out, or of the next one, and its epoch.
+        self.number, self.epoch = 0, epoch
         self.is_waiting = False
         # Values for stages of this host, from stages of this host.
         self._here: dict[Slot, Any] = {}
@@ -156,10 +157,6 @@ class Exchange:
     def last_stage(self) -> int:
         return len(self._routes) - 1
 
-    def begin(self, number: int, epoch: int) -> None:
-        self.number, self.epoch = number, epoch
-        self.clear()
-
     def clear(self) -> None:
         self._here.clear()
         self._posted.clear()
@@ -189,10 +186,8 @@ class Exchange:
             self._expected = ()
             posted = self._posted.pop(slot, None) or self._box.post(self.epoch, route[0], self._tag(slot))
             value = posted.wait(0)
-        except EpochEnded:
-            raise AbortedError from None
         except RuntimeError as error:
-            raise _as_lost(route[0], error) from None
+            raise _failure_of(route[0], error) from None
         finally:
             self.is_waiting = False
         if isinstance(value, torch.Tensor):
@@ -217,19 +212,19 @@ class Exchange:
             try:
                 put(box, self.epoch, worker, self._tag(slot), encoded, _SLICE_S)
                 return
-            except EpochEnded:
-                break
             except RuntimeError as error:
                 if not timed_out(error):
-                    raise _as_lost(worker, error) from None
+                    raise _failure_of(worker, error) from None
         raise AbortedError
 
     def _tag(self, slot: Slot) -> str:
         return f"{self.number}{slot}"
 
 
-def _as_lost(worker: str, error: RuntimeError) -> Exception:
-    """If a value cannot be sent to any worker, the stage that made it must fail."""
+def _failure_of(worker: str, error: RuntimeError) -> Exception:
+    """Return the error of an exchange. If a value cannot be sent to any worker, the stage that made it must fail."""
+    if isinstance(error, EpochEnded):
+        return AbortedError()
     return LostPeerError(f"{worker}: {error}") if was_lost(error) else error
 
 

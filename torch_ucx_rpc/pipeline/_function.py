@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch_ucx_rpc.pipeline._batches import Batches
 from torch_ucx_rpc.pipeline._crew import Crew
 from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._partition import INPUT, StageSpec
 from torch_ucx_rpc.pipeline._values import Packet, flatten, merge, merge_leaves, tensors_of
-from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
 
 __all__ = ["call_with_autograd"]
 

@@ -1,8 +1,9 @@
 """A worker of a pipeline: a box for the driver's orders, and the thread that carries them out (`Host`).
 
-A message of the driver holds one or more orders, and ends in one outcome: ``("ok", result)`` of the last order,
-``("error", failure)``, ``("lost", worker)`` or ``("aborted",)``. The thread takes messages by their number, and all
-computation of the stages runs on it. ``cut``, on a thread of RPC, ends the epoch: see `_crew`.
+A message of the driver holds one or more orders. The thread takes messages by their number, and all computation of the
+stages runs on it. The result of the last order goes into the driver's box, if the driver waits for it. A failure goes
+there by RPC, and again with the answer to each question, since the driver may wait for another host. The host then
+waits until `cut`, on a thread of RPC, ends the epoch: see `_crew`.
 """
 
 # mypy: allow-untyped-calls
@@ -25,29 +26,25 @@ from torch_ucx_rpc.pipeline._exchange import (
     AbortedError,
     Box,
     Exchange,
-    LostPeerError,
     close_to_send,
     decode,
     encode,
     open_to_send,
     put,
 )
-from torch_ucx_rpc.pipeline._messages import Failure, HostConfig
-from torch_ucx_rpc.pipeline._run import failure_of
-from torch_ucx_rpc.pipeline._stages import Stages
+from torch_ucx_rpc.pipeline._run import Failure, failure_of
+from torch_ucx_rpc.pipeline._stages import HostConfig, Stages
+from torch_ucx_rpc.pipeline._state import part_of
 
-__all__ = ["Cut", "Host", "close", "create", "cut", "find", "hosts_here", "prepare", "progress"]
-
-Outcome = tuple[Any, ...]
+__all__ = ["Cut", "Host", "apply", "close", "collect", "create", "cut", "hosts_here", "prepare", "progress", "room"]
 
 
 class Cut(NamedTuple):
-    """The end of an epoch: neither messages from number ``at`` on nor kept orders are carried out in it."""
+    """The end of an epoch: no messages from number ``at`` on are carried out in it."""
 
     epoch: int
     """The next epoch."""
     at: int
-    spoils: bool
 
 
 class Host:
@@ -57,16 +54,13 @@ class Host:
         self._config = config
         self._box = Box(config.host, config.epoch)
         open_to_send(config.driver_box)
-        self.exchange = Exchange(self._box, torch.device(config.device), config.routes, self._is_called_off)
+        # It also has the epoch, and the number of the present or next message. The lock guards changes of them.
+        self.exchange = Exchange(self._box, config.device, config.routes, config.epoch, self._is_called_off)
         self.stages: Stages
         self._lock = threading.Lock()
-        # Guarded by the lock: the epoch, the number of the present or next message, and the end of the epoch once it is
-        # known.
-        self._epoch = config.epoch
-        self._number = 0
+        # Guarded by the lock: the end of the epoch once it is known, and whether a message has failed in it.
         self._cut: Cut | None = None
-        # The message that has failed in this epoch: the epoch, its number, its outcome.
-        self._failure: tuple[int, int, Outcome] | None = None
+        self._failure: Failure | None = None
         self._is_idle = True
         self._is_closed = False
         self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -86,11 +80,9 @@ class Host:
     def cut(self, cut: Cut) -> None:
         """End this epoch at a message. A later call may lower the number."""
         with self._lock:
-            if cut.epoch <= self._epoch:
-                return
-            if self._cut is None or cut.at < self._cut.at:
+            if cut.epoch > self.exchange.epoch and (self._cut is None or cut.at < self._cut.at):
                 self._cut = cut
-            self._end_if_reached()
+                self._end_if_reached()
 
     def close(self) -> None:
         """Free the stages as soon as the thread is between two actions."""
@@ -99,15 +91,14 @@ class Host:
 
     def progress(self) -> str:
         """State of the thread: "idle", "waiting" for another stage, or "busy"."""
-        self.tell()
+        self._tell()
         return "idle" if self._is_idle else "waiting" if self.exchange.is_waiting else "busy"
 
-    def tell(self) -> None:
+    def _tell(self) -> None:
         """Tell the driver of the message that has failed here, if one has."""
         if (failure := self._failure) is not None:
-            epoch, number, outcome = failure
-            arguments = (self._config.driver_box, epoch, number, self._config.host, outcome)
-            rpc.rpc_async(self._config.driver, self._config.tell, arguments, timeout=0)
+            config = self._config
+            rpc.rpc_async(config.driver, config.tell, (config.driver_box, config.host, failure), timeout=0)
 
     def is_driven_by(self, gone: Gone) -> bool:
         return gone.session == self._config.driver_session
@@ -143,86 +134,76 @@ class Host:
             close_to_send(self._config.driver_box)
 
     def _carry_out_next(self) -> None:
-        epoch, number = self._epoch, self._number
-        message = self._box.take(epoch, self._config.driver, str(number))
+        message = self._box.take(self.exchange.epoch, self._config.driver, str(self.exchange.number))
         self._is_idle = False
-        self.exchange.begin(number, epoch)
-        is_answered, outcome = self._carry_out(message)
+        try:
+            answer = self._carry_out(message)
+        except AbortedError:
+            raise
+        except BaseException as error:
+            with self._lock:
+                self._failure = failure_of(error)._replace(epoch=self.exchange.epoch, number=self.exchange.number)
+                self._end_if_reached()
+            self._tell()
+            raise AbortedError from None
         self._is_idle = True
-        # Drop the message before its outcome leaves: this thread may then be idle for long.
+        # Drop the message before its answer leaves: this thread may then be idle for long.
         del message
-        if is_answered:
-            outcome = self._answer(epoch, str(number), outcome)
-        if outcome[0] != "ok":
-            # The driver may wait for another worker, which waits for this one.
-            self._failure = epoch, number, outcome
-            self.tell()
+        if answer is not None:
+            self._answer(str(self.exchange.number), answer)
         with self._lock:
-            self._number += 1
+            self.exchange.number += 1
             self._end_if_reached()
-        if outcome[0] != "ok":
-            # The driver ends the epoch at this message.
-            raise AbortedError
 
-    def _carry_out(self, message: Any) -> tuple[bool, Outcome]:
-        """Return whether the driver waits for the outcome, and the outcome."""
+    def _carry_out(self, message: Any) -> Any:
+        """Return the answer for the driver, if it waits for one."""
+        self.exchange.clear()
         try:
             is_answered, orders = decode(message)
         except Exception as error:
-            text = (
+            raise RuntimeError(
                 "it could not take the order. What goes to a worker must be of modules that can be imported there: "
                 f"{type(error).__name__}: {error}"
-            )
-            return True, ("error", Failure(text, ""))
+            ) from None
         result: Any = None
+        while orders:
+            name, arguments = orders.pop(0)
+            result = getattr(self.stages, f"order_{name}")(*arguments)
         try:
-            while orders:
-                name, payload = orders.pop(0)
-                result = getattr(self.stages, f"order_{name}")(payload)
-        except AbortedError:
-            raise
-        except LostPeerError as lost:
-            return is_answered, ("lost", str(lost))
-        except BaseException as error:
-            return is_answered, ("error", failure_of(error))
-        return is_answered, ("ok", result)
-
-    def _answer(self, epoch: int, tag: str, outcome: Outcome) -> Outcome:
-        """Send an outcome, or the error with which pickling it fails. Returns the sent outcome."""
-        try:
-            encoded = encode(outcome)
+            return encode(result) if is_answered else None
         except Exception as error:
-            outcome = "error", Failure(f"its answer cannot be pickled: {type(error).__name__}: {error}", "")
-            encoded = encode(outcome)
+            raise RuntimeError(f"its answer cannot be pickled: {type(error).__name__}: {error}") from None
+
+    def _answer(self, tag: str, answer: Any) -> None:
+        config = self._config
         with contextlib.suppress(EpochEnded):
-            put(self._config.driver_box, epoch, self._config.driver, f"{self._config.host} {tag}", encoded, 0)
-        return outcome
+            put(config.driver_box, self.exchange.epoch, config.driver, f"{config.host} {tag}", answer, 0)
 
     def _is_called_off(self) -> bool:
-        return self._is_closed or (self._cut is not None and self._number >= self._cut.at)
+        if self._is_closed:
+            return True
+        return self._cut is not None and (self._failure is not None or self.exchange.number >= self._cut.at)
 
     def _end_if_reached(self) -> None:
         """Advance the box if this epoch is over, which ends the thread's waits there. The caller holds the lock."""
-        if self._cut is not None and self._number >= self._cut.at:
+        if self._cut is not None and self._is_called_off():
             self._box.advance(self._cut.epoch)
 
     def _begin_epoch(self) -> None:
         self._is_idle = True
         with contextlib.suppress(EpochEnded):
             # This host, or another one, may know of the end before its cut has come.
-            self._box.take(self._epoch, self._config.driver, "end")
+            self._box.take(self.exchange.epoch, self._config.driver, "end")
         with self._lock:
             ended, self._cut = self._cut, None
             if ended is None or self._is_closed:
                 return
-            epoch, number = self._epoch, self._number
-            self._epoch, self._number = ended.epoch, 0
+            self.exchange.epoch, self.exchange.number = ended.epoch, 0
+            self._failure = None
             self._box.advance(ended.epoch)
-        self._failure = None
         self.exchange.clear()
-        self.stages.end_epoch(ended.at, ended.spoils)
-        self._answer(epoch, str(number), ("aborted",))
-        self._answer(ended.epoch, "begins", ("ok", None))
+        self.stages.undo(ended.at)
+        self._answer("begins", encode(None))
 
 
 # ------------------------------------------------------------------------------------------ what other workers call
@@ -246,9 +227,17 @@ def hosts_here() -> list[Host]:
     return list(_hosts.values())
 
 
-def find(host: str) -> Stages:
-    """The stages of a host on this worker; for checkpoints."""
-    return _hosts[host].stages
+def collect(host: str, what: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a part of a host's state; for checkpoints, like the next two."""
+    return part_of(_hosts[host].stages, *what).collect()
+
+
+def room(host: str, what: tuple[Any, ...], saved: Any) -> dict[str, Any]:
+    return part_of(_hosts[host].stages, *what).room(saved)
+
+
+def apply(host: str, what: tuple[Any, ...], state: dict[str, Any]) -> None:
+    part_of(_hosts[host].stages, *what).apply(state)
 
 
 def prepare() -> None:
@@ -258,8 +247,9 @@ def prepare() -> None:
     import torch_ucx_rpc.checkpoint  # noqa: F401
 
 
-def create(config: HostConfig) -> Outcome:
-    """Make the stages of a pipeline on this worker. Returns a description of them for the driver, or the failure."""
+def create(config: HostConfig) -> tuple[Any, str, str]:
+    """Make the stages of a pipeline on this worker. Returns a description of them for the driver, or None and the
+    failure with its traceback."""
     host = Host(config)
     with _changing:
         _hosts[config.host] = host
@@ -267,11 +257,12 @@ def create(config: HostConfig) -> Outcome:
         host.start()
     except Exception as error:
         close(config.host)
-        return "error", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-    return "ok", {
+        return None, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    described = {
         index: [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in stage.named_parameters()]
         for index, stage in host.stages.by_index.items()
     }
+    return described, "", ""
 
 
 def cut(host: str, cut: Cut) -> None:

@@ -3,6 +3,7 @@ worker."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         params = _proxies(params)
         # An optimizer on parameters without values does torch's own checks, and fills in defaults.
         local = cls(params, **options)
+        self._model = model
         self._crew = model.crew
         self._recovery = recovery
         self._class = cls
@@ -55,12 +57,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "the optimizer was given a parameter that is not the pipeline's: take them from pipe.parameters() or "
                 "pipe.named_parameters()"
             ) from None
-        recovery.do(self._crew.do, "optimizer", self.description())
+        recovery.do(self._crew.do, "optimizer", *self.description())
+        model.optimizers.append(self)
 
-    def description(self) -> dict[str, Any]:
-        """Return the settings from which a worker makes its part."""
-        groups = [{**values, "names": names} for values, names in zip(self._values(), self.names, strict=True)]
-        return {"optimizer": self._number, "class": self._class, "options": self._options, "groups": groups}
+    def description(self) -> tuple[Any, ...]:
+        """Return number, class, options and groups, from which a worker makes its part."""
+        return self._number, self._class, self._options, self.groups_by_name()
 
     def _values(self) -> list[dict[str, Any]]:
         # Entries that a scheduler has added travel too and do no harm. A learning rate may be a tensor, which a
@@ -91,13 +93,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
         if scaler is None or scaler.before_step(self):
-            payload = {"optimizer": self._number, "groups": self._values()}
-            self._recovery.do(self._crew.send_later, "optimizer_step", payload)
+            self._recovery.do(self._crew.send, "optimizer_step", self._number, self._values())
 
     def divide_gradients(self, scale: float) -> bool:
         """Divide the gradients of this optimizer's parameters, for `GradScaler`. Returns whether all are finite."""
-        payload = {"factor": torch.tensor(1.0 / scale), "optimizer": self._number}
-        return all(self._recovery.do(self._crew.do, "scale_gradients", payload))
+        factor = torch.tensor(1.0 / scale)
+        return all(self._recovery.do(self._crew.do, "divide_gradients", self._number, factor))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters of the pipeline."""
@@ -106,14 +107,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict``
         has them."""
-        state = self._recovery.gather("optimizer_state", {"optimizer": self._number})
+        answers = self._recovery.ask(self._crew.do, "state", "optimizer", self._number)
+        state = {name: one for answer in answers for name, one in answer["state"].items()}
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.load_groups(state_dict["param_groups"])
-        payload = {"optimizer": self._number, "state": state_dict["state"]}
-        self._recovery.do(self._crew.do, "set_optimizer_state", payload)
+        self._recovery.do(self._crew.do, "set_state", state_dict, "optimizer", self._number)
 
     def groups_by_name(self) -> list[dict[str, Any]]:
         """Return the parameter groups for a checkpoint, with names in place of parameters."""
@@ -122,10 +123,20 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def checkpoint_parts(self) -> list[Any]:
         """Return the parts that each worker writes, for `torch_ucx_rpc.checkpoint`."""
         # This imports torch.distributed.checkpoint, which takes longer than all the rest.
-        from torch_ucx_rpc.pipeline import _state
+        from torch_ucx_rpc.checkpoint import Part
+        from torch_ucx_rpc.checkpoint.optimizers import check_groups, room_for
+
+        def groups_room(saved: Mapping[Any, Any]) -> dict[str, Any]:
+            check_groups(len(self.param_groups), saved)
+            return room_for({path: kind for path, kind in saved.items() if path[0] == "param_groups"}, {})
+
+        def set_groups(state: dict[str, Any]) -> None:
+            if "param_groups" in state:
+                self.load_groups(state["param_groups"])
 
         self._recovery.synchronize()
-        return _state.optimizer_parts(self._crew.places, self._number, self)
+        groups = Part(None, lambda: {"param_groups": self.groups_by_name()}, groups_room, set_groups)
+        return [groups, *self._model.parts("optimizer", self._number)]
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take the options of what `groups_by_name` returned; raises ValueError for another number of groups."""

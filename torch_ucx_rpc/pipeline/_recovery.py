@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch_ucx_rpc.pipeline._errors import PipelineError, StageLostError
-from torch_ucx_rpc.pipeline._remote import RemoteModel
+from torch_ucx_rpc.pipeline._remote import Parts, RemoteModel
 from torch_ucx_rpc.pipeline._values import map_tensors
 
 __all__ = ["Recovery"]
@@ -82,16 +82,16 @@ class Recovery:
                     raise
                 self._recover(lost)
 
-    def gather(self, name: str, payload: dict[str, Any]) -> dict[str, Any]:
+    def gather(self, name: str, *arguments: Any) -> dict[str, Any]:
         """Return the workers' answers to an order that changes nothing, put together."""
         found: dict[str, Any] = {}
-        for some in self.ask(self._crew.do, name, payload):
+        for some in self.ask(self._crew.do, name, *arguments):
             found.update(some)
         return found
 
     def synchronize(self) -> None:
         """Wait until the workers have carried out all orders. Raises the first error of any of them."""
-        self.ask(self._crew.do, "synchronize", {})
+        self.ask(self._crew.do, "synchronize")
 
     def record(self, method: Callable[..., Any], *args: Any) -> None:
         """Write an order into the journal."""
@@ -109,8 +109,10 @@ class Recovery:
             self._checkpoints[-1].journal.append(_UNREPEATABLE)
 
     def _new_journal(self) -> list[_Entry]:
-        mode, trained = {"mode": self._model.mode}, self._model.requires_grad()
-        return [_Entry(self._crew.do, ("train", mode)), _Entry(self._crew.later, ("requires_grad", trained))]
+        return [
+            _Entry(self._crew.do, ("train", self._model.mode)),
+            _Entry(self._crew.later, ("requires_grad", self._model.requires_grad())),
+        ]
 
     # ------------------------------------------------------------------------------------------------------- a loss
 
@@ -186,28 +188,25 @@ class Recovery:
 
     def _save(self, path: str | os.PathLike[str], asynchronous: bool) -> Any:
         from torch_ucx_rpc import checkpoint
-        from torch_ucx_rpc.pipeline import _state
 
         self._settle_save()
         self.synchronize()
         everything = self._everything()
         if self._spares:
             # A repetition may begin with a step of an optimizer.
-            everything["gradients"] = _state.gradients(self._crew.places)
+            everything["gradients"] = self._gradients()
         # Do not recover during a save: it would save the values that recovery has loaded.
         playing, self._playing = self._playing, True
         try:
             written = checkpoint.save(everything, path, asynchronous=asynchronous)
         finally:
             self._playing = playing
-        self._checkpoints.append(self._checkpoint(path, "gradients" in everything, written))
+        where = str(Path(path).absolute())
+        count, has_gradients = len(self._model.optimizers), bool(self._spares)
+        self._checkpoints.append(_Checkpoint(where, count, has_gradients, written, self._new_journal()))
         if not asynchronous:
             self._settle_save()
         return written
-
-    def _checkpoint(self, path: str | os.PathLike[str], has_gradients: bool, written: Any) -> _Checkpoint:
-        where = str(Path(path).absolute())
-        return _Checkpoint(where, len(self._model.optimizers), has_gradients, written, self._new_journal())
 
     def _settle_save(self) -> None:
         """Wait for the last asynchronous save. The journal then begins from it, or from the one before if it failed."""
@@ -229,20 +228,19 @@ class Recovery:
                 raise ValueError("nothing has been saved yet: give the folder of a checkpoint")
             path = self._checkpoints[0].path
         self.synchronize()
-        loaded = self._checkpoint(path, has_gradients=False, written=None)
-        self._restore(loaded.path, self._everything())
-        self._checkpoints = [loaded]
+        where = str(Path(path).absolute())
+        self._restore(where, self._everything())
+        self._checkpoints = [_Checkpoint(where, len(self._model.optimizers), False, None, self._new_journal())]
 
     def _begin_from(self, saved: _Checkpoint) -> None:
         """Restore the state of all at a save. Raises StageLostError if another worker is lost during it."""
         from torch_ucx_rpc import checkpoint
-        from torch_ucx_rpc.pipeline import _state
 
         try:
             # The driver's own random numbers go on, since its loop has not gone back.
             self._restore(saved.path, self._everything(saved.optimizers, here=False))
             if saved.has_gradients:
-                checkpoint.load({"gradients": _state.gradients(self._crew.places)}, saved.path)
+                checkpoint.load({"gradients": self._gradients()}, saved.path)
         except checkpoint.CheckpointError:
             # If the load failed because another worker was lost, this raises StageLostError.
             self.synchronize()
@@ -254,12 +252,13 @@ class Recovery:
         checkpoint.load(everything, path)
         self._model.on_loaded()
 
+    def _gradients(self) -> Parts:
+        return Parts(self._model.parts("gradients", optional=True))
+
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
         """Return the parts of a checkpoint; model and optimizers, or only the first, under their usual names."""
-        from torch_ucx_rpc.pipeline import _state
-
         everything: dict[str, Any] = {"model": self._model}
         for number, optimizer in enumerate(self._model.optimizers[:optimizers]):
             everything["optim" if number == 0 else f"optim{number}"] = optimizer
-        everything["random"] = _state.random_state(self._crew.places, here)
+        everything["random"] = Parts(self._model.parts("random", optional=True, here=here))
         return everything

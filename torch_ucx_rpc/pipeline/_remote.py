@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.rpc as rpc
@@ -14,11 +15,20 @@ from torch._C._distributed_rpc import PyRRef
 from torch_ucx_rpc.pipeline import _build, _host
 from torch_ucx_rpc.pipeline._crew import Crew, tell
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._messages import HostConfig
 from torch_ucx_rpc.pipeline._partition import Partition, lent_names
-from torch_ucx_rpc.pipeline._schedule import Row
+from torch_ucx_rpc.pipeline._schedule import Schedules
+from torch_ucx_rpc.pipeline._stages import HostConfig
 
-__all__ = ["RemoteModel"]
+__all__ = ["Parts", "RemoteModel"]
+
+
+class Parts(NamedTuple):
+    """What `torch_ucx_rpc.checkpoint` saves and loads by its parts."""
+
+    parts: list[Any]
+
+    def checkpoint_parts(self) -> list[Any]:
+        return self.parts
 
 
 class RemoteModel:
@@ -31,6 +41,7 @@ class RemoteModel:
         self,
         crew: Crew,
         partition: Partition,
+        schedules: Schedules,
         *,
         loss: Callable[..., Any] | None,
         rematerialize: bool,
@@ -39,6 +50,7 @@ class RemoteModel:
         self.crew = crew
         self.partition = partition
         self.specs = partition.specs
+        self.schedules = schedules
         self.loss = loss
         self.rematerialize = rematerialize
         # The mode in which the model was given, and the mode set for all modules since then.
@@ -46,19 +58,16 @@ class RemoteModel:
         self.mode: bool | None = None
         # Each is a `PipelineOptimizer`, which is made of this model.
         self.optimizers: list[Any] = []
-        # Parameters by the names of the undivided model and in its order, with shapes and without values.
-        self.parameters: dict[str, nn.Parameter] = {}
         # How often workers have been replaced: a call's backward needs the crew of its forward.
         self.crews = 0
-        # Rows of the schedules that the workers know, by key of the call.
-        self._rows: dict[Any, Sequence[Row]] = {}
         try:
+            # Parameters by the names of the undivided model and in its order, with shapes and without values.
             self.parameters = self._proxies(self._create(range(len(crew.places))))
         except BaseException:
             crew.close()
             raise
         # Which parameters want a gradient, as the workers know it.
-        self._trained = self._trained_at_first = self._trained_now()
+        self._trained = self._trained_now()
         # A spare gets the structure of a lost worker's stages from here, and the values from a checkpoint.
         for spec in self.specs:
             spec.module = _build.skeleton(spec.module)
@@ -73,23 +82,25 @@ class RemoteModel:
 
     def _create(self, rows: Sequence[int]) -> dict[int, Any]:
         """Make the stages of these rows on their workers. Returns descriptions of their parameters, by stage."""
-        calls = []
+        crew, calls = self.crew, []
         for row in rows:
-            place = self.crew.places[row]
+            place = crew.places[row]
             config = HostConfig(
                 host=place.host,
                 row=row,
-                specs=[self.specs[stage] for stage in self.crew.stages_of[row]],
+                schedules=self.schedules,
+                specs=[self.specs[stage] for stage in crew.stages_of[row]],
                 device=place.device,
-                routes=self.crew.routes(),
+                routes=crew.routes(),
                 loss=self.loss,
                 rematerialize=self.rematerialize,
                 driver=rpc.get_worker_info().name,
-                driver_session=self.crew.session,
-                driver_box=self.crew.name,
+                driver_session=crew.session,
+                driver_box=crew.name,
                 tell=tell,
-                epoch=self.crew.epoch,
+                epoch=crew.epoch,
                 mode=self.mode,
+                optimizers=[optimizer.description() for optimizer in self.optimizers],
             )
             try:
                 calls.append((place, rpc.rpc_async(place.info, _host.create, (config,), timeout=0)))
@@ -97,19 +108,19 @@ class RemoteModel:
                 if _build.travels(config):
                     raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
                 raise PipelineError(
-                    f"stages {self.crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules "
-                    f"and the loss are pickled: define them at the top of a module rather than in a function or as a "
-                    f"lambda, or let the worker make the stage: pipeline.Built('package.module:name')."
+                    f"stages {crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules and the "
+                    f"loss are pickled: define them at the top of a module rather than in a function or as a lambda, "
+                    f"or let the worker make the stage: pipeline.Built('package.module:name')."
                 ) from error
         found: dict[int, Any] = {}
         for place, call in calls:
             try:
-                outcome = call.wait()
+                described, failure, traceback = call.wait()
             except RuntimeError as error:
                 raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
-            if outcome[0] != "ok":
-                raise PipelineError(f"worker {place.worker!r} cannot make its stages: {outcome[1]}\n\n{outcome[2]}")
-            found.update(outcome[1])
+            if described is None:
+                raise PipelineError(f"worker {place.worker!r} cannot make its stages: {failure}\n\n{traceback}")
+            found.update(described)
         return found
 
     def _proxies(self, found: dict[int, Any]) -> dict[str, nn.Parameter]:
@@ -126,12 +137,20 @@ class RemoteModel:
         return {name: made[name] for name in [*order, *(name for name in made if name not in order)]}
 
     def replace(self, worker: str, by: tuple[str, str]) -> None:
-        """Make the stages of ``worker`` on another one, given by name and device, and tell all the others."""
+        """Make the stages of a lost worker on another one, given by name and device, and let all others know."""
         crew = self.crew
         rows = [row for row, place in enumerate(crew.places) if place.worker == worker]
         if not rows:
             names = ", ".join(repr(place.worker) for place in crew.places)
             raise ValueError(f"no stage runs on {worker!r}; the stages run on {names}")
+        if not all(crew.places[row].lost for row in rows):
+            with contextlib.suppress(PipelineError):
+                crew.do("synchronize")  # which finds a loss
+        if not all(crew.places[row].lost for row in rows):
+            raise PipelineError(
+                f"worker {worker!r} is alive, and only a lost worker can be replaced. To move its stages, save, make "
+                f"another pipeline, and load."
+            )
         for row in rows:
             for stage in crew.stages_of[row]:
                 if isinstance(self.specs[stage].module, PyRRef):
@@ -139,37 +158,20 @@ class RemoteModel:
                         f"stage {stage} was given as an RRef, which died with its owner: give it as Built(...), or as "
                         f"a module, so that another worker can build it"
                     )
-        crew.renew()
         self.crews += 1
         for row in rows:
             crew.close_place(crew.places[row])
             crew.places[row] = crew.place(*by)
-            crew.places[row].is_new = True
         try:
             self._create(rows)
         except BaseException:
             for row in rows:
                 crew.places[row].lost = True
             raise
-        if any(place.lost for place in crew.places):
-            # Several workers have died: the replacement of the last one tells the others.
-            return
-        crew.do("crew", {"routes": crew.routes(), "rows": list(self._rows.items())})
-        new = [place.is_new for place in crew.places]
-        for optimizer in self.optimizers:
-            crew.settle(crew.send("optimizer", [optimizer.description() if one else None for one in new]))
-        if self._trained != self._trained_at_first:
-            self._trained = ()
-        for place in crew.places:
-            place.is_new = False
+        crew.later("routes", crew.routes())
+        self._trained = ()
 
     # ---------------------------------------------------------------------------------------- what the workers know
-
-    def announce(self, key: Any, rows: Sequence[Row]) -> None:
-        """Let the workers know the rows for calls with this key."""
-        if key not in self._rows:
-            self._rows[key] = rows
-            self.crew.later("rows", [(key, rows)])
 
     def requires_grad(self) -> dict[str, bool]:
         """Tell which parameters want a gradient now, by all names that stages have for them."""
@@ -193,14 +195,23 @@ class RemoteModel:
         """Tell whether the model as a whole is in training mode."""
         return self._given_training if self.mode is None else self.mode
 
-    def checkpoint_parts(self) -> list[Any]:
-        """Return the parts of the model that each worker writes, for `torch_ucx_rpc.checkpoint`."""
+    def parts(self, *what: Any, optional: bool = False, here: bool = True) -> list[Any]:
+        """Return the parts of `_state` that the workers write, for `torch_ucx_rpc.checkpoint`; without ``here`` those
+        of other processes than the driver's."""
         # This imports torch.distributed.checkpoint, which takes longer than all the rest.
-        from torch_ucx_rpc.pipeline import _state
+        from torch_ucx_rpc.checkpoint import Part
 
-        return _state.model_parts(self.crew.places)
+        return [
+            Part(place.worker, _host.collect, _host.room, _host.apply, (place.host, what), optional)
+            for place in self.crew.places
+            if here or not place.is_here
+        ]
+
+    def checkpoint_parts(self) -> list[Any]:
+        """Return the parts of the model, for `torch_ucx_rpc.checkpoint`."""
+        return self.parts("model")
 
     def on_loaded(self) -> None:
         """After a checkpoint has filled the stages: drop the gradients, and copy tied values to all their users."""
         self.crew.later("zero_grad", True)
-        self.crew.do("set_values", {})
+        self.crew.do("share_tied_values")

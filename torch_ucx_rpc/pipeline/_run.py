@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_ucx_rpc.pipeline._exchange import AbortedError, Exchange, LostPeerError, Slot
-from torch_ucx_rpc.pipeline._messages import Failure, Request
+from torch_ucx_rpc.pipeline._partition import DRIVER, INPUT
 from torch_ucx_rpc.pipeline._schedule import Action, Row
-from torch_ucx_rpc.pipeline._stage import Loss, Stage
+from torch_ucx_rpc.pipeline._stage import Loss, Request, Stage
 from torch_ucx_rpc.pipeline._values import Packet, to_device
-from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT
 
-__all__ = ["ActionError", "Run", "failure_of"]
+__all__ = ["Failure", "Run", "failure_of"]
 
 _CPU = torch.device("cpu")
 
@@ -36,8 +35,27 @@ class ActionError(Exception):
         self.action = action
 
 
+class Failure(NamedTuple):
+    """A message that a host could not carry out, for the driver."""
+
+    error: str
+    """Type and text of the exception."""
+    traceback: str = ""
+    """The frames of the stage's own code."""
+    action: Action | None = None
+    doing: str = ""
+    """The action, such as "the forward"."""
+    is_lost: bool = False
+    """Whether another worker could not be reached, which ``error`` names."""
+    epoch: int = 0
+    number: int = 0
+    """Number of the message."""
+
+
 def failure_of(error: BaseException) -> Failure:
-    """Describe an exception in an order, for the driver."""
+    """Describe an exception in an order."""
+    if isinstance(error, LostPeerError):
+        return Failure(str(error), is_lost=True)
     action = None
     if isinstance(error, ActionError) and error.__cause__ is not None:
         action, error = error.action, error.__cause__
@@ -47,10 +65,7 @@ def failure_of(error: BaseException) -> Failure:
     kept = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames
     text = "Traceback of the stage (most recent call last):\n" + "".join(traceback.format_list(kept))
     text += "".join(traceback.format_exception_only(error))
-    what = f"{type(error).__name__}: {error}"
-    if action is None:
-        return Failure(what, text)
-    return Failure(what, text, action.stage, action.micro_batch, _DOING[action.kind])
+    return Failure(f"{type(error).__name__}: {error}", text, action, "" if action is None else _DOING[action.kind])
 
 
 class Run:
@@ -105,7 +120,7 @@ class Run:
     def _check_kind(self, loss: Loss) -> None:
         is_counted = loss.counted is not None
         others = {one.counted is not None for one in self._losses.values()}
-        if (others and others != {is_counted}) or (is_counted and self._request.grad and not self._request.apart):
+        if (others and others != {is_counted}) or (is_counted and self._request.grad and not self._request.is_apart):
             raise ValueError("the loss must return (sum, count) always or never")
 
     def _whole(self, action: Action) -> Action | None:

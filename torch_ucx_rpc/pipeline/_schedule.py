@@ -10,18 +10,19 @@ actions, empty cells for idle time. Cells about communication (``SEND_F``, ``REC
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import schedules
 
 from torch_ucx_rpc.pipeline._errors import ScheduleError
 
-__all__ = ["NAMES", "Action", "Row", "Schedule", "Schedules", "backward_only", "forward_only", "parse"]
+__all__ = ["Action", "Row", "Schedules"]
 
-NAMES = ("gpipe", "1F1B", "interleaved", "zero-bubble")
+# The named schedules, with the stages that each gives a worker by default.
+_NAMED = {"gpipe": 1, "1F1B": 1, "interleaved": 2, "zero-bubble": 1}
+_NAMES = ", ".join(_NAMED)
 
 
 class Action(NamedTuple):
@@ -39,83 +40,99 @@ class Action(NamedTuple):
 Row = tuple[Action, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Rows of a schedule that have been checked."""
-
-    rows: tuple[Row, ...]
-    micro_batches: int
-    stages: int
-
-    @property
-    def worker_of(self) -> tuple[int, ...]:
-        """The row of each stage."""
-        found = {action.stage: number for number, row in enumerate(self.rows) for action in row}
-        return tuple(found[stage] for stage in range(self.stages))
-
-
 class Schedules:
-    """The schedules of one pipeline, one for each number of micro-batches.
+    """The rows of all calls of one pipeline. It travels to the workers, which make the same rows.
 
     Args:
         name: name of a schedule, or a text in torch's format.
         workers: number of workers; each runs one row.
         per_worker: number of stages; None: what the schedule says, or its default.
+        chunks: number of micro-batches of most steps.
 
     Raises ScheduleError if it cannot run.
     """
 
-    def __init__(self, name: str, workers: int, per_worker: int | None) -> None:
+    def __init__(self, name: str, workers: int, per_worker: int | None, chunks: int) -> None:
         self._name = name
         self._workers = workers
-        self._known: dict[int, Schedule] = {}
-        if not _is_text(name):
+        self._known: dict[tuple[str, int], Sequence[Row]] = {}
+        if _is_text(name):
+            self.stages = 1 + max(action.stage for row in _parse(name) for action in row)
+        else:
             self.stages = workers * (per_worker or _stages_per_worker(name))
-            return
-        self.stages = 1 + max(action.stage for row in parse(name) for action in row)
         if per_worker is not None and per_worker * workers != self.stages:
             raise ScheduleError(
                 f"the schedule has {self.stages} stages, and stages_per_worker={per_worker} asks for others"
             )
+        # The row of each stage.
+        homes = {action.stage: number for number, row in enumerate(self.rows("step", chunks)) for action in row}
+        self.worker_of = tuple(homes[stage] for stage in range(self.stages))
 
-    def of(self, micro_batches: int) -> Schedule:
-        """Return the schedule of a step."""
-        if micro_batches not in self._known:
-            self._known[micro_batches] = _build(self._name, self._workers, self.stages, micro_batches)
-        return self._known[micro_batches]
+    def rows(self, kind: str, micro_batches: int) -> Sequence[Row]:
+        """Return the rows of a "step", or of only its "forward", or of the "backward" of a forward.
+
+        A forward takes each micro-batch through all stages. A backward takes them in autograd's order, that of a stack.
+        """
+        key = kind, micro_batches
+        if key not in self._known:
+            numbers = range(micro_batches)
+            if kind == "step":
+                self._known[key] = _step(self._name, self._workers, self.stages, micro_batches)
+            elif kind == "forward":
+                self._known[key] = _one_way(self.worker_of, self._workers, "F", numbers)
+            else:
+                self._known[key] = _one_way(self.worker_of, self._workers, "B", reversed(numbers))
+        return self._known[key]
+
+
+def _step(name: str, workers: int, stages: int, micro_batches: int) -> Sequence[Row]:
+    """Return the rows of a named schedule, of one of torch's classes by its name, or of a text; checked."""
+    key = _key(name)
+    if key == "gpipe":
+        rows = _gpipe(workers, stages, micro_batches)
+    elif key is not None:
+        rows = _interleaved(workers, stages, micro_batches, zero_bubble=key == "zero-bubble")
+    elif _is_text(name):
+        rows = _parse(name)
+    else:
+        rows = _torchs(name, workers, stages, micro_batches)
+    _check(rows, workers, stages, micro_batches)
+    return rows
+
+
+def _key(name: str) -> str | None:
+    return next((known for known in _NAMED if known.lower() == name.lower().replace("_", "-")), None)
+
+
+def _stages_per_worker(name: str) -> int:
+    if (key := _key(name)) is not None:
+        return _NAMED[key]
+    return 1 if issubclass(_class_of(name), schedules.PipelineScheduleSingle) else 2
 
 
 # ------------------------------------------------------------------------------------------------------------ text
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)\Z")
-_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)\Z")
-_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_PASSED_OVER = re.compile(r"OVERLAP_F_B|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
 
-def parse(text: str) -> tuple[Row, ...]:
-    """The rows of a schedule's text. Raises ScheduleError, which names the bad cell."""
+def _parse(text: str) -> Sequence[Row]:
     rows = []
     lines = [line for line in text.strip("\n").splitlines() if line.strip()]
     for number, line in enumerate(lines):
         row: list[Action] = []
-        for cell in line.split(","):
-            for word in _words_of(cell.strip()):
-                if found := _CELL.match(word):
-                    row.append(Action(int(found[1]), found[2], int(found[3])))
-                elif not _COMMUNICATION.match(word):
-                    raise ScheduleError(
-                        f"{word!r} in line {number + 1} of the schedule is no action. An action is a stage, one of F, "
-                        f"B, I and W, and a micro-batch, such as 2F3; actions are separated by commas. The named "
-                        f"schedules are {', '.join(NAMES)}."
-                    )
+        # Torch writes two actions that overlap as "(0F1;1B0)OVERLAP_F_B".
+        for word in filter(None, re.split(r"[,;()\s]+", line)):
+            if found := _ACTION.fullmatch(word):
+                row.append(Action(int(found[1]), found[2], int(found[3])))
+            elif not _PASSED_OVER.fullmatch(word):
+                raise ScheduleError(
+                    f"{word!r} in line {number + 1} of the schedule is no action. An action is a stage, one of F, B, I "
+                    f"and W, and a micro-batch, such as 2F3; actions are separated by commas. The named schedules are "
+                    f"{_NAMES}."
+                )
         rows.append(tuple(row))
     return tuple(rows)
-
-
-def _words_of(cell: str) -> list[str]:
-    if together := _TOGETHER.match(cell):
-        return [word.strip() for word in together[1].split(";") if word.strip()]
-    return [cell] if cell else []
 
 
 def _is_text(schedule: str) -> bool:
@@ -126,73 +143,24 @@ def _is_text(schedule: str) -> bool:
 # ------------------------------------------------------------------------------------------------- named schedules
 
 
-def _build(name: str, workers: int, stages: int, micro_batches: int) -> Schedule:
-    """A named schedule, or one of torch's classes by its name (``"ZBVZeroBubble"``), or a text; checked."""
-    key = name.lower().replace("_", "-")
-    if key in {"gpipe", "fill-drain"}:
-        rows = _gpipe(workers, stages, micro_batches)
-    elif key in {"1f1b", "interleaved", "zero-bubble"}:
-        rows = _interleaved(workers, stages, micro_batches, zero_bubble=key == "zero-bubble")
-    elif _is_text(name):
-        rows = parse(name)
-    else:
-        rows = _torchs(name, workers, stages, micro_batches)
-    return _check(rows, workers=workers, stages=stages, micro_batches=micro_batches)
+def _one_way(worker_of: Sequence[int], workers: int, kind: str, numbers: Iterable[int]) -> Sequence[Row]:
+    numbers = list(numbers)
+    stages = range(len(worker_of)) if kind == "F" else reversed(range(len(worker_of)))
+    rows: list[list[Action]] = [[] for _ in range(workers)]
+    for stage in stages:
+        rows[worker_of[stage]] += [Action(stage, kind, number) for number in numbers]
+    return tuple(map(tuple, rows))
 
 
-def _stages_per_worker(name: str) -> int:
-    """Return how many stages a schedule gives each worker by default."""
-    if name.lower() in {known.lower() for known in (*NAMES, "1f1b", "fill-drain", "zero_bubble")}:
-        return 2 if name.lower() == "interleaved" else 1
-    try:
-        made = schedules.get_schedule_class(name)
-    except ValueError:
-        return 1
-    return 1 if issubclass(made, schedules.PipelineScheduleSingle) else 2
-
-
-def forward_only(worker_of: Sequence[int], workers: int, micro_batches: int) -> tuple[Row, ...]:
-    """Return rows that take each micro-batch forward through all stages."""
-    return tuple(
-        tuple(
-            Action(stage, "F", number)
-            for stage in range(len(worker_of))
-            if worker_of[stage] == worker
-            for number in range(micro_batches)
-        )
-        for worker in range(workers)
-    )
-
-
-def backward_only(
-    worker_of: Sequence[int], workers: int, micro_batches: int, *, last_first: bool = False
-) -> tuple[Row, ...]:
-    """Return the backward of `forward_only`; with ``last_first`` in autograd's order, that of a stack."""
-    numbers = range(micro_batches)
-    return tuple(
-        tuple(
-            Action(stage, "B", number)
-            for stage in reversed(range(len(worker_of)))
-            if worker_of[stage] == worker
-            for number in (reversed(numbers) if last_first else numbers)
-        )
-        for worker in range(workers)
-    )
-
-
-def _round_robin(workers: int, stages: int) -> list[int]:
-    return [stage % workers for stage in range(stages)]
-
-
-def _gpipe(workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
+def _gpipe(workers: int, stages: int, micro_batches: int) -> Sequence[Row]:
     """Huang et al. 2019, https://arxiv.org/abs/1811.06965: all forwards, then all backwards."""
-    places = _round_robin(workers, stages)
-    ahead = forward_only(places, workers, micro_batches)
-    back = backward_only(places, workers, micro_batches)
+    places = [stage % workers for stage in range(stages)]
+    ahead = _one_way(places, workers, "F", range(micro_batches))
+    back = _one_way(places, workers, "B", range(micro_batches))
     return tuple(first + second for first, second in zip(ahead, back, strict=True))
 
 
-def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: bool) -> tuple[Row, ...]:
+def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: bool) -> Sequence[Row]:
     """Several stages a worker: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; with one stage a worker 1F1B,
     https://arxiv.org/abs/1806.03377 (PipeDream-Flush).
 
@@ -230,134 +198,105 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
     return _read(rows)
 
 
-def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
+def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> Sequence[Row]:
     """Read any schedule that torch knows by name as data."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    try:
-        made = schedules.get_schedule_class(name)
-    except ValueError:
-        raise ScheduleError(
-            f"there is no schedule {name!r}. The named schedules are {', '.join(NAMES)}, the classes of "
-            f"torch.distributed.pipelining by their names, and a text such as '0F0,0B0'."
-        ) from None
+    made = _class_of(name)
     local = None if issubclass(made, schedules.PipelineScheduleSingle) else stages // workers
     try:
-        actions = get_schedule_ops(made, workers, micro_batches, local)
+        return _read(get_schedule_ops(made, workers, micro_batches, local))
     except (AssertionError, ValueError) as error:
         raise ScheduleError(
             f"torch's schedule {name!r} cannot be made for {workers} workers, {stages} stages and {micro_batches} "
             f"micro-batches: {error}"
         ) from error
-    return _read(actions)
 
 
-def _read(rows: Iterable[Iterable[Any]]) -> tuple[Row, ...]:
+def _class_of(name: str) -> Any:
+    try:
+        return schedules.get_schedule_class(name)
+    except ValueError:
+        raise ScheduleError(
+            f"there is no schedule {name!r}. The named schedules are {_NAMES}, the classes of "
+            f"torch.distributed.pipelining by their names, and a text such as '0F0,0B0'."
+        ) from None
+
+
+def _read(rows: Iterable[Iterable[Any]]) -> Sequence[Row]:
     """Take over torch's own actions, by their text."""
-    return parse("\n".join(",".join("" if cell is None else str(cell) for cell in row) or "," for row in rows))
+    return _parse("\n".join(",".join("" if cell is None else str(cell) for cell in row) or "," for row in rows))
 
 
 # ------------------------------------------------------------------------------------------------------- the proof
 
 
-def _check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int) -> Schedule:
-    """Check rows. Raises ScheduleError, which names the fault and its place, if they could not end."""
+def _check(rows: Sequence[Row], workers: int, stages: int, micro_batches: int) -> None:
+    """Raise ScheduleError, which names the fault and its place, if the rows are not a step that ends."""
     if len(rows) != workers:
         raise ScheduleError(
             f"the schedule has {len(rows)} lines, but there are {workers} workers: write a line for each worker, in "
             f"the order in which they are given."
         )
-    places: dict[int, int] = {}
-    seen: dict[Action, int] = {}
-    for worker, row in enumerate(rows):
+    homes: dict[int, int] = {}
+    seen: set[Action] = set()
+    for line, row in enumerate(rows, 1):
         for action in row:
-            if action.stage >= stages:
+            if action.stage >= stages or action.micro_batch >= micro_batches:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1} of the schedule is about stage {action.stage}, but the stages are "
-                    f"0 to {stages - 1}."
+                    f"{action} in line {line} of the schedule is beyond the stages, 0 to {stages - 1}, or the "
+                    f"micro-batches, 0 to {micro_batches - 1}: write the schedule for chunks={micro_batches}, or give "
+                    f"a batch of as many samples at least as the schedule has micro-batches."
                 )
-            if action.micro_batch >= micro_batches:
+            if homes.setdefault(action.stage, line) != line:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1} of the schedule is about micro-batch {action.micro_batch}, but "
-                    f"there are {micro_batches}: write the schedule for chunks={micro_batches}, or give a batch of as "
-                    f"many samples at least as the schedule has micro-batches."
-                )
-            if places.setdefault(action.stage, worker) != worker:
-                raise ScheduleError(
-                    f"stage {action.stage} is in lines {places[action.stage] + 1} and {worker + 1} of the schedule: a "
-                    f"stage lives on one worker, whose line has all its actions."
+                    f"stage {action.stage} is in lines {homes[action.stage]} and {line} of the schedule: a stage lives "
+                    f"on one worker, whose line has all its actions."
                 )
             if action in seen:
-                raise ScheduleError(f"{action} stands twice in line {worker + 1} of the schedule: take one out.")
-            seen[action] = worker
-    _check_complete(seen, stages, micro_batches)
-    _check_ends(rows, stages)
-    return Schedule(tuple(map(tuple, rows)), micro_batches, stages)
-
-
-def _check_complete(seen: Mapping[Action, int], stages: int, micro_batches: int) -> None:
+                raise ScheduleError(f"{action} stands twice in line {line} of the schedule: take one out.")
+            seen.add(action)
     for stage in range(stages):
         for number in range(micro_batches):
-            forward, whole, inputs, weights = (Action(stage, kind, number) for kind in "FBIW")
-            if forward not in seen:
-                raise ScheduleError(f"the schedule lacks {forward}, the forward of micro-batch {number}: add it.")
-            if whole in seen and (inputs in seen or weights in seen):
+            halves = [kind for kind in "IW" if (stage, kind, number) in seen]
+            if halves and (stage, "B", number) in seen:
                 raise ScheduleError(
-                    f"the schedule has {whole} and also a half of it ({inputs}, {weights}): B is I and W in one; keep "
+                    f"the schedule has {stage}B{number} and also {stage}{halves[0]}{number}: B is I and W in one; keep "
                     f"either."
                 )
-            if whole not in seen and (inputs not in seen or weights not in seen):
-                missing = (
-                    whole if inputs not in seen and weights not in seen else inputs if weights in seen else weights
-                )
-                raise ScheduleError(f"the schedule lacks {missing}, of the backward of micro-batch {number}: add it.")
-
-
-def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """Return the actions that must come earlier: one of each tuple."""
-    stage, kind, number = action
-    if kind == "F":
-        return [(Action(stage - 1, "F", number),)] if stage > 0 else []
-    if kind == "W":
-        return [(Action(stage, "I", number),)]
-    found: list[tuple[Action, ...]] = [(Action(stage, "F", number),)]
-    if stage < stages - 1:
-        found.append((Action(stage + 1, "B", number), Action(stage + 1, "I", number)))
-    return found
+            for kind, what in ("F", "forward"), *[(kind, "backward") for kind in ("IW" if halves else "B")]:
+                if (stage, kind, number) not in seen:
+                    raise ScheduleError(
+                        f"the schedule lacks {stage}{kind}{number}, the {what} of micro-batch {number}: add it."
+                    )
+    _check_ends(rows, stages)
 
 
 def _check_ends(rows: Sequence[Row], stages: int) -> None:
     """Take the actions of all rows as soon as they can be taken. Raises ScheduleError on a deadlock."""
     done: set[Action] = set()
-    places = [0] * len(rows)
-    progress = True
-    while progress:
-        progress = False
-        for worker, row in enumerate(rows):
-            while places[worker] < len(row):
-                action = row[places[worker]]
-                if not all(any(one in done for one in some) for some in _needs(action, stages)):
-                    break
-                done.add(action)
-                places[worker] += 1
-                progress = True
-    stuck = [worker for worker, row in enumerate(rows) if places[worker] < len(row)]
-    if stuck:
-        raise ScheduleError(_deadlock(rows, places, stuck, done, stages))
+    left = [list(reversed(row)) for row in rows]
 
+    def missing(action: Action) -> Action | None:
+        """Return an action that must come before this one and has not come."""
+        stage, kind, number = action
+        # The backward of the next stage may be in halves.
+        needed = {"F": [(stage - 1, "F")], "W": [(stage, "I")]}.get(kind, [(stage, "F"), (stage + 1, "BI")])
+        for other, kinds in needed:
+            if 0 <= other < stages and not any((other, one, number) in done for one in kinds):
+                candidates = [Action(other, one, number) for one in kinds]
+                return next(one for one in candidates if any(one in row for row in rows))
+        return None
 
-def _deadlock(rows: Sequence[Row], places: Sequence[int], stuck: Sequence[int], done: set[Action], stages: int) -> str:
-    waits = []
-    for worker in stuck:
-        action = rows[worker][places[worker]]
-        missing = next(some for some in _needs(action, stages) if not any(one in done for one in some))
-        wanted = next((one for one in missing if any(one in row for row in rows)), missing[0])
-        home = next((number for number, row in enumerate(rows) if wanted in row), None)
-        where = "which no line has" if home is None else f"which comes later in line {home + 1}"
-        waits.append(f"line {worker + 1} stops at {action}, which needs {wanted}, {where}")
-    return (
-        "the schedule would never end: "
-        + "; ".join(waits)
-        + ". Put each action behind what it needs: a forward behind "
-        "that of the stage before, a backward behind that of the stage after."
-    )
+    while ready := [row for row in left if row and missing(row[-1]) is None]:
+        for row in ready:
+            while row and missing(row[-1]) is None:
+                done.add(row.pop())
+    waits = [
+        f"line {line} stops at {row[-1]}, which needs {missing(row[-1])}" for line, row in enumerate(left, 1) if row
+    ]
+    if waits:
+        raise ScheduleError(
+            f"the schedule would never end: {'; '.join(waits)}. Put each action behind what it needs: a forward behind "
+            f"that of the stage before, a backward behind that of the stage after."
+        )

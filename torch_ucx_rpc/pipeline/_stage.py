@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,42 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_ucx_rpc.pipeline import _backward
-from torch_ucx_rpc.pipeline._messages import Autocast, Request
+from torch_ucx_rpc.pipeline._partition import DRIVER, INPUT, Edge, StageSpec, fill
 from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device, unpack
-from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT, Edge, StageSpec, fill
 
-__all__ = ["Loss", "Stage"]
+__all__ = ["Autocast", "Loss", "Request", "Stage"]
+
+# (device type, dtype) of the autocast that was on where the step was called.
+Autocast = tuple[tuple[str, torch.dtype], ...]
+
+
+class Request(NamedTuple):
+    """One call as one worker needs it: what the order ``run`` gets."""
+
+    kind: str
+    """"step", "forward" or "backward": see `Schedules.rows`."""
+    call: int
+    """The number under which the graphs of forward are kept."""
+    micro_batches: int
+    inputs: Mapping[int, list[Packet]] = {}
+    """Values of the batch, by stage, for each micro-batch."""
+    targets: list[tuple[Any, ...]] | None = None
+    grad: bool = True
+    to_driver: bool = False
+    output_gradients: list[list[torch.Tensor | None]] | None = None
+    input_gradients: bool = False
+    autocast: Autocast = ()
+    scale: float | None = None
+    record: bool = False
+    shows_output: bool = False
+    """Whether the driver wants the output, though its backward runs without the driver."""
+    is_apart: bool = False
+    """Whether this call's gradients wait for a factor beside those of earlier calls."""
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether it has a backward, after its own forward or an earlier call's."""
+        return self.grad and not self.to_driver
 
 
 class Loss(NamedTuple):

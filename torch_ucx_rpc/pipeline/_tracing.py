@@ -20,9 +20,18 @@ from torch.utils import _pytree as pytree
 from torch_ucx_rpc.pipeline._balance import balanced, timed
 from torch_ucx_rpc.pipeline._build import Traced
 from torch_ucx_rpc.pipeline._errors import PipelineError
-from torch_ucx_rpc.pipeline._partition import Partition, StageInfo, close_to, connect, parameter_count, tie
+from torch_ucx_rpc.pipeline._partition import (
+    INPUT,
+    Partition,
+    Ref,
+    StageInfo,
+    StageSpec,
+    close_to,
+    connect,
+    parameter_count,
+    tie,
+)
 from torch_ucx_rpc.pipeline._values import equal, map_tensors
-from torch_ucx_rpc.pipeline._wiring import INPUT, Ref, StageSpec
 
 __all__ = ["divide"]
 
