@@ -120,7 +120,7 @@ class DynamicGroup:
         announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
         patience, pause = Deadline(_DOUBTED_S), Deadline(_TRY_AGAIN_S)
         tried_again: dict[str, Record] = {}
-        agent._announce_join(announcement, [record.session for record in self._earlier.values()])
+        self._announce(announcement, self._earlier)
         for is_over in ask_again(len(self._earlier), deadline):
             # This question comes first: a member that is lost in between has not admitted this worker.
             silent = {info.id for info in agent._unacknowledged()}
@@ -156,7 +156,13 @@ class DynamicGroup:
                 pause = Deadline(_TRY_AGAIN_S)
                 tried_again |= lost
                 self._doubted.update(lost)
-                agent._announce_join(announcement, [record.session for record in lost.values()])
+                self._announce(announcement, lost)
+
+    def _announce(self, announcement: str, members: dict[str, Record]) -> None:
+        # With the lock: `_admit`, on another thread, may give a member's rank to its successor.
+        with self._lock:
+            sessions = [record.session for place, record in members.items() if place in self._members]
+            self._running_agent()._announce_join(announcement, sessions)
 
     def leave(self) -> None:
         """Take this worker off the list, if it is on the list and the Store still exists."""
