@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from torch_ucx_rpc._bootstrap import lifeline
+from torch_ucx_rpc._bootstrap import lifeline, network
 from torch_ucx_rpc._bootstrap.lifeline import Lifeline, open_lifeline
 
 _SOON_S = 30.0
@@ -45,29 +46,24 @@ def test_connections_last_as_long_as_the_lifeline(line: Lifeline) -> None:
             connected(line)
 
 
-def test_the_lifeline_is_at_the_address_that_leads_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert open_lifeline(store) is None  # at a loopback address, there are no other hosts
+def test_there_is_no_lifeline_where_nobody_is_on_another_host() -> None:
+    assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)) is None
     assert open_lifeline(HashStore()) is None
-    monkeypatch.setattr(lifeline, "address_towards", lambda host: own_address())
-    line = open_lifeline(store)
-    assert line is not None
-    with connected(line):
-        assert line.host == own_address()
-    line.close()
+
+
+def test_the_lifeline_is_at_the_address_for_other_hosts(tmp_path: Path) -> None:
+    address = network.address_towards(network.ELSEWHERE)
+    if address is None:
+        pytest.skip("this machine has no network")
+    stores = [TCPStore(address, 0, is_master=True, wait_for_workers=False), FileStore(str(tmp_path / "store"), 1)]
+    for store in stores:
+        line = open_lifeline(PrefixStore("job", store))
+        assert line is not None
+        with connected(line):
+            assert line.host == address
+        line.close()
 
 
 def test_an_address_of_another_machine_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An address of the block for documentation.
-    monkeypatch.setattr(lifeline, "address_towards", lambda host: "192.0.2.1")
-    assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)) is None
-
-
-def own_address() -> str:
-    """An address besides the loopback, if the machine has one; without it the test proves nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        return str(asking.getsockname()[0])
+    monkeypatch.setattr(lifeline, "meeting_address", lambda store: network.ELSEWHERE)
+    assert open_lifeline(HashStore()) is None

@@ -16,7 +16,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from torch_ucx_rpc._bootstrap.forks import close_in_children
-from torch_ucx_rpc._bootstrap.network import address_towards, host_of
+from torch_ucx_rpc._bootstrap.network import meeting_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,17 +45,9 @@ class Lifeline:
 
 
 def open_lifeline(store: Store) -> Lifeline | None:
-    """Open a lifeline at the address from which this worker reaches ``store``.
-
-    Returns None if the workers do not meet by TCP over a network, or the system refuses the port.
-    """
-    store_host = host_of(store)
-    if store_host is None:
-        return None
-    host = address_towards(store_host)
-    if host is None or ipaddress.ip_address(host).is_loopback:
-        return None
+    """Open a lifeline; None where no worker is on another host, or the system refuses the port."""
+    host = meeting_address(store)
     try:
-        return Lifeline(host)
+        return None if host is None else Lifeline(host)
     except OSError:
         return None

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _INTERFACES = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")
+# An address that nobody has (RFC 5737). Packets to it would take the default route.
+ELSEWHERE = "192.0.2.1"
 # <linux/sockios.h>, <linux/if_arp.h>
 _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40
@@ -62,6 +64,16 @@ def address_towards(host: str) -> str | None:
         return None
 
 
+def meeting_address(store: Store) -> str | None:
+    """This host's address for workers on other hosts; None if it has none, or they all are on this host.
+
+    It is the address that leads to the Store. Where the workers meet in a file, it is the default route's.
+    """
+    host = host_of(store) or (ELSEWHERE if _is_file(store) else None)
+    address = None if host is None else address_towards(host)
+    return None if address is None or ipaddress.ip_address(address).is_loopback else address
+
+
 def infiniband_devices(ucx_path: str) -> list[str]:
     """Interfaces over InfiniBand, and InfiniBand and RoCE ports that are up, if that UCX can use them.
 
@@ -85,11 +97,24 @@ def has_verbs(ucx_path: str) -> bool:
 def host_of(store: Store) -> str | None:
     """The host of a TCPStore; None for other Stores."""
     # This import is here, since ``info`` uses this module even if torch cannot be imported.
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import TCPStore
+
+    innermost = _innermost(store)
+    return innermost.host if isinstance(innermost, TCPStore) else None
+
+
+def _is_file(store: Store) -> bool:
+    from torch._C._distributed_c10d import FileStore
+
+    return isinstance(_innermost(store), FileStore)
+
+
+def _innermost(store: Store) -> Store:
+    from torch._C._distributed_c10d import PrefixStore
 
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else None
+    return store
 
 
 def interface_with(address: str) -> str | None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.forks import close_in_children
-from torch_ucx_rpc._bootstrap.network import address_towards, host_of
+from torch_ucx_rpc._bootstrap.network import meeting_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -74,9 +74,7 @@ class Relay:
         unix.bind("\0" + name)
         unix.listen(_BACKLOG)
         self.places.append(name)
-        store_host = host_of(store)
-        host = None if store_host is None else address_towards(store_host)
-        if host is not None and not ipaddress.ip_address(host).is_loopback:
+        if (host := meeting_address(store)) is not None:
             tcp = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
             self._listeners.append(tcp)
             close_in_children(tcp)

@@ -27,8 +27,6 @@ _LEAST_FILES = 4096
 
 # A resolver that is there answers within milliseconds.
 _SLOW_RESOLVER_S = 1.0
-# An address of another network: nothing is sent there.
-_ELSEWHERE = "192.0.2.1"
 
 
 def add_machine(report: Report) -> None:
@@ -70,7 +68,7 @@ def add_machine(report: Report) -> None:
 
 def _add_resolver(report: Report) -> None:
     """Ask for the name of this host's address, as a client of torch's Store does."""
-    address = network.address_towards(_ELSEWHERE) or "127.0.0.1"
+    address = network.address_towards(network.ELSEWHERE) or "127.0.0.1"
     client = (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
     began = time.monotonic()
     question = threading.Thread(target=_ask_for_name, args=(client,), daemon=True)

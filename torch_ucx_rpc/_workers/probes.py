@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_ucx_rpc._bootstrap.forks import close_in_children
-from torch_ucx_rpc._bootstrap.network import address_towards, host_of
+from torch_ucx_rpc._bootstrap.network import address_towards, meeting_address
 
 _BACKLOG = 1024
 # Seconds for a connection to a host that is down or cut off. After that the state is unknown.
 _PATIENCE_S = 1.0
+_LOOPBACK = "127.0.0.1"
 
 
 class Address(NamedTuple):
@@ -114,11 +115,12 @@ def _place() -> str:
 
 
 def _own_host(agent: Any) -> str:
-    """Return the address of this host from which the job's Store, or its master, is reached; loopback without
-    either."""
+    """Return the address of this host for workers on others; loopback if it has none."""
     store = getattr(agent, "store", None)
-    host = os.environ.get("MASTER_ADDR") if store is None else host_of(store)
-    return (address_towards(host) if host else None) or "127.0.0.1"
+    if store is not None:
+        return meeting_address(store) or _LOOPBACK
+    master = os.environ.get("MASTER_ADDR")
+    return (address_towards(master) if master else None) or _LOOPBACK
 
 
 def _is_loopback(host: str) -> bool:

@@ -24,7 +24,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -53,15 +52,6 @@ _ABSENCES_S = (0.0, 0.5, 2.0)
 # out.
 _SILENCING = 0.3
 _SILENCES_S = (0.5, 2.0, 7.0)
-
-# The Store of virtual hosts: its port, and its program.
-_PORT = 29400
-_STORE = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
-time.sleep(10**6)
-"""
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -96,12 +86,8 @@ KINDS = (
 
 def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -> None:
     """A worker, until there is a file named ``stop``; the hosts, until there is one named ``end``."""
-    url = (folder / "store").as_uri()
     if host_pid is not None:
         move_to_host(host_pid)
-        # A Store of no worker, which lets them find out which address their host has.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        url = f"tcp://head:{_PORT}"
     torch.set_num_threads(1)
     stacks = (folder / f"{name}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -110,7 +96,7 @@ def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -
         backend=rpc.BackendType["UCX"],
         rank=kind.workers.index(name),
         world_size=None,
-        rpc_backend_options=UcxRpcBackendOptions(init_method=url, rpc_timeout=_TIMEOUT_S),
+        rpc_backend_options=UcxRpcBackendOptions(init_method=(folder / "store").as_uri(), rpc_timeout=_TIMEOUT_S),
     )
     try:
         if name in kind.hosts:
@@ -406,10 +392,7 @@ def run(kind: Kind, choices: random.Random, seconds: float, cuts: bool) -> bool:
     """One job; True if nothing was found."""
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        hosts: Iterable[VirtualHost] = ()
-        if cuts:
-            hosts = lab = opened.enter_context(VirtualHosts(kind.workers))
-            lab.head.popen([sys.executable, "-c", _STORE, lab.head.address, str(_PORT)])
+        hosts = opened.enter_context(VirtualHosts(kind.workers)) if cuts else ()
         job = Job(kind, choices, folder, hosts)
         found = None
         try:

@@ -128,6 +128,7 @@ class VirtualHost:
             switch._on_network(f"ip link set {self._port} master eth0 up")
         self._on_network(f"ip addr add {address}/24 dev eth0")
         self._on_network("ip link set eth0 up")
+        self._on_network("ip route add default dev eth0")
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
         """``subprocess.run`` on this host."""
