@@ -1,14 +1,18 @@
-"""The folders of csrc are layers, and includes go one way (torch_ucx_rpc/csrc/README.md), and tests mirror them."""
+"""Includes of csrc go one way, from layer to layer (csrc/README.md), and so do imports of the Python package."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[2] / "torch_ucx_rpc" / "csrc"
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "torch_ucx_rpc" / "csrc"
+
+# ---- C++ -------------------------------------------------------------------------------------------------------------
 
 # The headers of ours that the files of a layer may include: whole folders, or single files. The deepest folder that has
 # rules counts.
@@ -32,127 +36,177 @@ MAY_INCLUDE = {
     | BELOW_TRANSPORT,
 }
 
-# Headers for a few only: first part of the include path -> the folders that may include them, and why. c10 is for all.
+# First part of an include path -> the folders that may include it. c10 is for all.
 ABOVE_MESSAGING = {"tensors", "torch_glue", "rpc", "native_op", "bindings"}
-OF_TORCH = (ABOVE_MESSAGING, "below tensors only c10's light headers are used")
-OF_UCX = ({"transport/ucp"}, "UCX is for transport/ucp alone")
-OF_PYTHON = ({"bindings"}, "only the bindings know of Python")
 RESERVED = {
-    "torch": OF_TORCH,
-    "ATen": OF_TORCH,
-    "ucp": OF_UCX,
-    "ucs": OF_UCX,
-    "uct": OF_UCX,
-    "pybind11": OF_PYTHON,
-    "Python.h": OF_PYTHON,
+    "torch": ABOVE_MESSAGING,
+    "ATen": ABOVE_MESSAGING,
+    "ucp": {"transport/ucp"},
+    "ucs": {"transport/ucp"},
+    "uct": {"transport/ucp"},
+    "pybind11": {"bindings"},
+    "Python.h": {"bindings"},
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"(?P<ours>[^"]+)"|<(?P<theirs>[^>]+)>)')
-
-
-def layer_of(path: PurePosixPath) -> str:
-    """The deepest folder with rules; empty for a file that no rule guards."""
-    return next((str(folder) for folder in path.parents if str(folder) in MAY_INCLUDE), "")
-
-
-def folders_of(path: str) -> set[str]:
-    """ "transport" and "transport/ucp" of a header of ucp."""
-    return {str(folder) for folder in PurePosixPath(path).parents} - {"."}
-
-
-def broken_rules(file: str, text: str, headers: set[str]) -> Iterator[str]:
-    """Return a sentence for each forbidden include in `text` of `file`, a path relative to csrc."""
-    layer = layer_of(PurePosixPath(file))
-    for number, line in enumerate(text.splitlines(), start=1):
-        found = INCLUDE.match(line)
-        if found is None:
-            continue
-        says = f"{file}:{number} says {line.strip()}, but"
-        if ours := found["ours"]:
-            if ours not in headers:
-                yield f"{says} csrc has no such header: includes are written relative to csrc."
-            elif not {ours, *folders_of(ours)} & MAY_INCLUDE[layer]:
-                allowed = ", ".join(sorted(MAY_INCLUDE[layer]))
-                yield f"{says} files of {layer} may include only: {allowed}."
-        else:
-            theirs = found["theirs"]
-            if theirs in headers:
-                yield f'{says} our own headers are included as "{theirs}".'
-            owners, reason = RESERVED.get(theirs.split("/")[0], ({layer}, ""))
-            if layer not in owners:
-                yield f"{says} {reason}."
-
-
-def sources() -> list[str]:
-    return sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp"})
-
-
-def test_includes_go_one_way():
-    files = sources()
-    headers = {file for file in files if file.endswith(".h")}
-    broken = [rule for file in files for rule in broken_rules(file, (CSRC / file).read_text(encoding="utf-8"), headers)]
-    assert not broken, "\n" + "\n".join(broken)
-
-
-def test_every_source_is_in_a_layer():
-    layers = {layer_of(PurePosixPath(file)) for file in sources()}
-    stray = [file for file in sources() if not layer_of(PurePosixPath(file))]
-    assert not stray, f"no layer has these files, so no rule guards them: {stray}"
-    assert layers == set(MAY_INCLUDE)
-
-
 # Folders without C++ tests of their own: Python's tests reach them.
 TESTED_FROM_PYTHON = {"bindings", "native_op"}
 
 
-def missing_mirrors(folders: set[str], tested: set[str]) -> tuple[set[str], set[str]]:
-    """The folders of csrc without C++ tests, and the folders of C++ tests without a folder of csrc."""
-    return folders - tested, tested - folders
+def layer_of(file: str) -> str:
+    """The deepest folder with rules; empty for a file that no rule guards."""
+    return next((str(folder) for folder in PurePosixPath(file).parents if str(folder) in MAY_INCLUDE), "")
 
 
-def test_the_tests_mirror_the_folders():
-    tests = CSRC.parents[1] / "tests" / "cpp"
-    folders = {file.split("/")[0] for file in sources()}
-    tested = {path.relative_to(tests).parts[0] for path in tests.rglob("*_test.cpp")}
-    untested, strays = missing_mirrors(folders, tested)
-    assert untested == TESTED_FROM_PYTHON
-    assert not strays
+def forbidden(file: str, text: str, headers: set[str]) -> Iterator[str]:
+    """Return each include in ``text`` of ``file``, a path relative to csrc, that a layer's rules forbid."""
+    layer = layer_of(file)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not (found := INCLUDE.match(line)):
+            continue
+        if ours := found["ours"]:
+            above = {ours, *map(str, PurePosixPath(ours).parents)}
+            is_allowed = ours in headers and above & MAY_INCLUDE[layer]
+        else:
+            theirs = found["theirs"]
+            is_allowed = theirs not in headers and layer in RESERVED.get(theirs.split("/")[0], {layer})
+        if not is_allowed:
+            yield f"{file}:{number} may not say {line.strip()}"
 
 
-HEADERS = {
-    "base/error.h",
-    "wire/header.h",
-    "memory/host_pool.h",
-    "transport/transport.h",
-    "transport/ucp/worker.h",
-    "runtime/timer.h",
-    "peers/peer.h",
-    "messaging/outbox.h",
-    "torch_glue/torch_state.h",
-    "tensors/device_copy.h",
-    "rpc/agent.h",
-    "native_op/native_op.h",
-    "bindings/bindings.h",
-}
+@pytest.fixture(scope="module")
+def csrc() -> dict[str, str]:
+    """The text of each source, by its path relative to csrc."""
+    files = [path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp"}]
+    return {str(path.relative_to(CSRC)): path.read_text(encoding="utf-8") for path in files}
+
+
+def test_includes_go_one_way(csrc: dict[str, str]) -> None:
+    assert [broken for file, text in csrc.items() for broken in forbidden(file, text, csrc.keys())] == []
 
 
 @pytest.mark.parametrize(
-    ("file", "include", "sentence"),
+    ("file", "include"),
     [
-        ("base/a.h", '"wire/header.h"', "files of base may include only: base."),
-        ("wire/a.h", '"rpc/agent.h"', "files of wire may include only: base, wire."),
-        ("messaging/a.h", "<ATen/Tensor.h>", "below tensors only c10's light headers are used."),
-        ("transport/ucp/a.cpp", "<Python.h>", "only the bindings know of Python."),
-        ("transport/ucp/a.cpp", '"runtime/timer.h"', "files of transport/ucp may include only"),
-        ("messaging/a.cpp", '"tensors/device_copy.h"', "files of messaging may include only"),
-        ("rpc/a.cpp", '"transport/ucp/worker.h"', "files of rpc may include only"),
-        ("rpc/a.cpp", "<ucp/api/ucp.h>", "UCX is for transport/ucp alone."),
-        ("rpc/a.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
-        ("rpc/a.cpp", '"agent.h"', "csrc has no such header"),
-        ("rpc/a.cpp", "<base/error.h>", 'our own headers are included as "base/error.h".'),
+        ("base/a.h", '"wire/header.h"'),
+        ("messaging/a.h", "<ATen/Tensor.h>"),
+        ("transport/ucp/a.cpp", "<Python.h>"),
+        ("rpc/a.cpp", '"transport/ucp/ucp_transport.h"'),
+        ("rpc/a.cpp", "<ucp/api/ucp.h>"),
+        ("rpc/a.cpp", '"agent.h"'),
+        ("rpc/a.cpp", "<base/error.h>"),
     ],
 )
-def test_a_broken_rule_is_named(file, include, sentence):
-    (broken,) = broken_rules(file, f"#pragma once\n\n#include {include}\n", HEADERS)
-    assert broken.startswith(f"{file}:3 says #include {include}, but ")
-    assert sentence in broken
+def test_a_forbidden_include_is_found(csrc: dict[str, str], file: str, include: str) -> None:
+    assert [*forbidden(file, f"#pragma once\n#include {include}\n", csrc.keys())] == [
+        f"{file}:2 may not say #include {include}"
+    ]
+
+
+def test_layers_and_their_tests_have_the_same_folders(csrc: dict[str, str]) -> None:
+    assert {layer_of(file) for file in csrc} == set(MAY_INCLUDE)
+    tested = {path.parent.name for path in (ROOT / "tests" / "cpp").rglob("*_test.cpp")}
+    assert {file.split("/")[0] for file in csrc} == tested | TESTED_FROM_PYTHON
+
+
+# ---- Python ----------------------------------------------------------------------------------------------------------
+
+PACKAGE = "torch_ucx_rpc"
+# Modules beside the package, which are imported where the package is not.
+BESIDE = ("_torch_ucx_rpc_autoload", "_torch_ucx_rpc_cli")
+# Written by the build.
+BUILT = {f"{PACKAGE}._build_info", f"{PACKAGE}._C"}
+
+# From the ground up: the modules and rooms of the package. A module may import its own room, and what stands above
+# its own line. "" is the package itself, that is, its __init__.py.
+ORDER = (
+    "errors",
+    "_arguments",
+    "_version",
+    "_build_info",
+    "_C",
+    "_native",
+    "_devices",
+    "_options",
+    "_bootstrap",
+    "_agent",
+    "_workers",
+    "_observe",
+    "_start",
+    "_launch",
+    "_native_op",
+    "_torch",
+    "testing",
+    "channel",
+    "services",
+    "reduction",
+    "checkpoint",
+    "pipeline",
+    "",
+    *BESIDE,
+    "_cli",
+    "__main__",
+)
+
+
+def imports(module: str, text: str, modules: Iterable[str]) -> Iterator[str]:
+    """The modules of ours that ``module`` imports: by any statement, also in a function or under TYPE_CHECKING."""
+    known = {*modules, *BUILT}
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} is relative; imports of this package are absolute"
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [submodule if submodule in known else str(node.module) for submodule in submodules]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        yield from (name for name in names if name.split(".")[0] in (PACKAGE, *BESIDE))
+
+
+def room_of(module: str) -> str:
+    return module if module in BESIDE else module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
+
+
+def upward(texts: dict[str, str]) -> list[str]:
+    """Return each import of a room that stands later in `ORDER`."""
+    return [
+        f"{module} imports {imported}"
+        for module, text in texts.items()
+        for imported in imports(module, text, texts)
+        if ORDER.index(room_of(imported)) > ORDER.index(room_of(module))
+    ]
+
+
+@pytest.fixture
+def modules() -> dict[str, str]:
+    """The text of each Python module, by its full name."""
+    files = {name: ROOT / f"{name}.py" for name in BESIDE}
+    for file in (ROOT / PACKAGE).rglob("*.py"):
+        files[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = file
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items() if name not in BUILT}
+
+
+def test_imports_go_one_way(modules: dict[str, str]) -> None:
+    assert {room_of(module) for module in [*modules, *BUILT]} == set(ORDER)
+    assert upward(modules) == []
+
+
+def test_import_upwards_is_found_wherever_it_stands(modules: dict[str, str]) -> None:
+    statements = (
+        "from torch_ucx_rpc import _agent",
+        "import torch_ucx_rpc",
+        "def late():\n    from torch_ucx_rpc import _agent",
+        "import importlib\nimportlib.import_module('torch_ucx_rpc._agent')",
+    )
+    modules[f"{PACKAGE}._bootstrap.record"] += "\n" + "\n".join(statements) + "\n"
+    assert len(upward(modules)) == len(statements)
+
+
+def test_every_room_maps_its_modules(modules: dict[str, str]) -> None:
+    for room, text in modules.items():
+        inside = {name.removeprefix(f"{room}.") for name in modules if name.startswith(f"{room}.")}
+        if inside and room != PACKAGE:
+            lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+            assert {line.split("``")[1] for line in lines if line.startswith("* ``")} == inside, room
