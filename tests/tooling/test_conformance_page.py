@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from tests.conformance import _results, page
 from tests.conformance._equivalents import EQUIVALENTS
 
-ROOT = Path(__file__).resolve().parents[2]
+from ._tools import ROOT
 
 SUITES, RESULTS = _results.stored()
 TESTS = {f"{suite}.{test}" for suites in SUITES["lists"].values() for suite, tests in suites.items() for test in tests}

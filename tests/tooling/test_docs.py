@@ -1,7 +1,8 @@
-"""Pages: links lead somewhere, lines and pages stay short, and an index lists each page."""
+"""Pages: links lead somewhere, pages stay short, indexes list them, and statements agree with the sources."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from .test_sources import is_too_wide
+from ._tools import ROOT
+from .test_layers import CSRC, MAY_INCLUDE
+from .test_sources import is_too_wide, read
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+DEVELOPMENT = ROOT / "docs" / "development"
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
@@ -105,6 +108,35 @@ def test_the_page_on_gpus_names_the_machine_of_the_results() -> None:
     assert named in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
+def test_the_thread_model_lists_the_timers_tasks() -> None:
+    tasks = {name for file in CSRC.rglob("*.cpp") for name in re.findall(r'timer_?\.add\("([^"]+)"', read(file))}
+    listed = re.search(r"- \*\*The timer\*\*.*?user code\.", read(DEVELOPMENT / "thread_model.md"), re.DOTALL)
+    assert listed
+    assert set(re.findall(r'"([^"]+)"', " ".join(listed[0].split()))) == tasks
+
+
+def test_the_drawing_of_the_layers_is_the_rule() -> None:
+    drawing = re.search(r"## Layers.*?```\n(.*?)```", read(DEVELOPMENT / "architecture.md"), re.DOTALL)
+    assert drawing
+    chains = [chain.split("  <  ") for line in drawing[1].splitlines() for chain in re.split(r" {3,}", line.strip())]
+    assert set(MAY_INCLUDE) - {"transport/ucp"} == {
+        layer for chain in chains for group in chain for layer in group.split(", ")
+    }
+    for lower, upper in ((a, b) for chain in chains for a, b in itertools.pairwise(chain)):
+        for layer, below in itertools.product(upper.split(", "), lower.split(", ")):
+            allowed = MAY_INCLUDE[layer]
+            assert {below, f"{below}/{below}.h"} & allowed, f"{layer} may not include {below}"
+
+
+def test_the_decisions_name_the_functions_that_are_replaced() -> None:
+    source = read(CSRC / "transport" / "ucp" / "files_for_ucx.cpp")
+    replaced = re.findall(r'\{"(\w+)", reinterpret_cast<void\*>', source)
+    page = " ".join(read(DEVELOPMENT / "decisions.md").split())
+    named = re.search(r"replaces \w+ functions in the table of what libucs imports: ([^.]*)", page)
+    assert named
+    assert set(re.findall(r"`(\w+)`", named[1])) == set(replaced)
+
+
 @pytest.mark.parametrize("shelf", ["docs", "docs/development"])
 def test_the_index_of_a_shelf_lists_its_pages(shelf: str) -> None:
     index = ROOT / shelf / "README.md"
@@ -125,3 +157,32 @@ def test_the_index_of_a_shelf_lists_its_pages(shelf: str) -> None:
 def test_a_fault_is_found(tmp_path: Path, text: str, finding: str) -> None:
     (found,) = [*broken_links(tmp_path / "page.md", text), *too_wide(text)]
     assert finding in found
+
+
+# ---- The messages that docs/troubleshooting.md quotes ----------------------------------------------------------------
+
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+# A code span with … in it, or a whole message. Other code spans are commands, options and names.
+QUOTES = [
+    quote
+    for quote in re.findall(r"`([^`\n]+)`", TROUBLES)
+    if ("…" in quote or re.match(r"[a-z]\w+( [\w()]+){3}", quote))
+    and not re.match(r"(python|pip|make|ulimit|kubectl|docker) ", quote)
+]
+# Messages of torch and UCX, or composed at run time.
+FOREIGN = (
+    "RPC ran for more than set timeout ",
+    "UCX: Destination is unreachable",
+    "starting UCX failed",
+    "creating a UCX worker failed",
+)
+
+
+def test_quoted_messages_are_messages_of_the_package() -> None:
+    assert len(QUOTES) > 20
+    files = [path for path in (ROOT / "torch_ucx_rpc").rglob("*") if path.suffix in {".py", ".cpp", ".h"}]
+    # Adjacent literals are joined.
+    literals = re.sub(r'"\s*\+?\s*f?"', "", "\n".join(map(read, sorted(files)))) + "\n".join(FOREIGN)
+    # The parts at a … vary; the names of workers are in quotes in C++ and in messages.
+    fragments = [fragment.strip(" '();:,") for quote in QUOTES for fragment in quote.split("…")]
+    assert [one for one in fragments if len(one) > 3 and one not in literals] == []

@@ -6,47 +6,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from ._tools import ROOT, tool
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+every_file_ran = tool("every_file_ran")
 
-import every_file_ran  # noqa: E402  (found through the line above)
-
-RUNS = "def test_a(): pass\n"
-SKIPS = "import pytest\ndef test_a(): pytest.skip('not installed: srun')\n"
-SKIPPED_AS_A_WHOLE = "import pytest\npytest.importorskip('no_such_module')\n"
-CLASS = "class TestA:\n    def test_a(self): assert False\n"
-BROKEN = "import no_such_module\n"
-
-
-def run_pytest(root: Path, path: str) -> Path:
-    """The report of a run in ``root``, which has no settings of this repository."""
-    report = root / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(root)]
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml", str(report)]
-    subprocess.run([*command, *plugins, path], cwd=root, capture_output=True, check=False)
-    return report
+FILES = {
+    "test_runs.py": "def test_a(): pass\n",
+    "test_fails.py": "class TestA:\n    def test_a(self): assert False\n",
+    "test_skips.py": "import pytest\ndef test_a(): pytest.skip('not installed: srun')\n",
+    "test_is_skipped.py": "import pytest\npytest.importorskip('no_such_module')\n",
+    "test_is_broken.py": "import no_such_module\n",
+    "test_is_empty.py": "",
+    "other/test_of_no_run.py": "def test_a(): pass\n",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "is_missing"),
-    [(RUNS, False), (CLASS, False), (SKIPS, True), (SKIPPED_AS_A_WHOLE, True), (BROKEN, True), ("", True)],
-    ids=["passes", "fails in a class", "skips", "skips as a whole", "cannot be imported", "has no test"],
-)
-def test_file_without_a_test_that_ran_is_missing(tmp_path: Path, text: str, is_missing: bool) -> None:
-    for name, content in {"a": RUNS, "b": text}.items():
-        (tmp_path / "tests" / name).mkdir(parents=True)
-        (tmp_path / "tests" / name / f"test_{name}.py").write_text(content)
-    missing = every_file_ran.missing(tmp_path, [run_pytest(tmp_path, "tests")])
-    assert ("tests/b/test_b.py" in missing) == is_missing
-
-
-def test_file_that_no_run_collected_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "tests" / f"test_{name}.py").write_text(RUNS)
-    assert every_file_ran.missing(tmp_path, [run_pytest(tmp_path, "tests/test_a.py")]) == ["tests/test_b.py"]
+def test_file_without_a_test_that_ran_is_missing(tmp_path: Path) -> None:
+    for name, content in FILES.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(content)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--continue-on-collection-errors", "--ignore=tests/other"]
+    subprocess.run([*command, *options, "--junit-xml=r.xml", "tests"], cwd=tmp_path, capture_output=True, check=False)
+    missing = every_file_ran.missing(tmp_path, [tmp_path / "r.xml"])
+    assert {*missing} == {f"tests/{name}" for name in FILES} - {"tests/test_runs.py", "tests/test_fails.py"}
 
 
 CTEST = """<testsuite>

@@ -17,6 +17,9 @@ from tests.support.workers import PRELOADED, SAID_OVER_TCP, Transport, WorkersFa
 CSRC = Path(__file__).resolve().parents[2] / "torch_ucx_rpc" / "csrc"
 
 
+UCX_LINE = "[1795873104.368832] [vm:23017:0]         mm_sysv.c:61   UCX  ERROR   shmat(shmid=5) failed"
+
+
 def give_rank(rank: int) -> int:
     return 10 * rank
 
@@ -37,18 +40,9 @@ def leave(rank: int, code: int) -> None:
         os._exit(code)
 
 
-def say_something(rank: int) -> None:
+def say(rank: int, what: str, file: str) -> None:
     if rank == 1:
-        print("something is wrong", file=sys.stderr)
-
-
-def say_it_as_ucx(rank: int) -> None:
-    if rank == 1:
-        print("[1795873104.368832] [vm:23017:0]         mm_sysv.c:61   UCX  ERROR   shmat(shmid=5) failed", flush=True)
-
-
-def say_that_tensors_are_staged(rank: int) -> None:
-    print(f"[W1126 messenger.cpp:155] tensors for worker 'b' {SAID_OVER_TCP}: they are copied", file=sys.stderr)
+        print(what, file=getattr(sys, file), flush=True)
 
 
 def warn_as(rank: int, module: str) -> None:
@@ -73,63 +67,43 @@ def test_results_come_back_by_rank() -> None:
     assert run_workers(3, give_rank, init=False) == [0, 10, 20]
 
 
-def test_a_failed_assertion_is_explained() -> None:
-    account = account_of(fail)
-    for line in ('assert values["rank"] != 1', "AssertionError: assert 1 != 1", "before it failed"):
-        assert line in account
+@pytest.mark.parametrize(
+    ("body", "arguments", "lines"),
+    [
+        (fail, (), ('assert values["rank"] != 1', "AssertionError: assert 1 != 1", "before it failed")),
+        (crash, (), ("ended with SIGSEGV", "in crash")),
+        (leave, (0,), ("ended within its body",)),
+        (leave, (3,), ("ended with exit code 3",)),
+        (say, ("something is wrong", "stderr"), ("wrote to stderr", "something is wrong")),
+        (say, (UCX_LINE, "stdout"), ("printed a line of UCX's log", "shmat")),
+        (say, (SAID_OVER_TCP, "stderr"), ("wrote to stderr",)),
+        (warn_as, ("torch_ucx_rpc.numba",), ("of no account",)),
+    ],
+)
+def test_a_worker_that_fails_fails_the_test_saying_how(body: object, arguments: tuple, lines: tuple[str, ...]) -> None:
+    account = account_of(body, *arguments)
+    assert [line for line in lines if line not in account] == []
 
 
-def test_a_crash_is_reported_with_its_stack() -> None:
-    account = account_of(crash)
-    assert "ended with SIGSEGV" in account
-    assert "in crash" in account
-
-
-def test_an_early_end_is_a_failure_unless_it_is_expected() -> None:
-    assert "ended within its body" in account_of(leave, 0)
-    assert "ended with exit code 3" in account_of(leave, 3)
+def test_what_a_test_expects_is_no_failure() -> None:
     assert "ended with exit code 3" in account_of(leave, 3, exit_codes={1: 4})
     assert run_workers(2, leave, 3, init=False, exit_codes={1: 3}) == [None, None]
-
-
-def test_output_on_stderr_is_a_failure_unless_it_is_expected() -> None:
-    account = account_of(say_something)
-    assert "wrote to stderr" in account
-    assert "something is wrong" in account
-    run_workers(2, say_something, init=False, silent=False)
-
-
-def test_lines_of_ucx_are_a_failure() -> None:
-    account = account_of(say_it_as_ucx)
-    assert "printed a line of UCX's log" in account
-    assert "shmat" in account
-
-
-def test_tensors_that_go_by_tcp_alone_are_no_fault() -> None:
+    run_workers(2, say, "something is wrong", "stderr", init=False, silent=False)
+    # Tensors of a GPU may go over TCP alone.
     assert SAID_OVER_TCP in (CSRC / "messaging" / "messenger.cpp").read_text(encoding="utf-8").replace('"\n', "")
-    run_workers(2, say_that_tensors_are_staged, init=False, transport=Transport.TCP)
-    with pytest.raises(WorkersFailed, match="wrote to stderr"):
-        run_workers(2, say_that_tensors_are_staged, init=False)
-
-
-@pytest.mark.parametrize("module", ["numba.cuda.typing", "numba_cuda.numba", "cupy", "rmm.pylibrmm", "cuda.core"])
-def test_warnings_of_other_packages_are_theirs(module: str) -> None:
-    run_workers(2, warn_as, module, init=False)
-    with warnings.catch_warnings():
-        warn_as(1, module)  # in this process too
-
-
-def test_warnings_of_this_package_are_errors() -> None:
-    assert "of no account" in account_of(warn_as, "torch_ucx_rpc.numba")
-    with pytest.raises(UserWarning, match="of no account"):
-        warn_as(1, "torch_ucx_rpc.numba")
+    run_workers(2, say, SAID_OVER_TCP, "stderr", init=False, transport=Transport.TCP)
+    # Warnings of other packages are theirs, in this process too.
+    run_workers(2, warn_as, "numba.cuda.typing", init=False)
+    for module in ("numba_cuda.numba", "cupy", "rmm.pylibrmm", "cuda.core"):
+        with warnings.catch_warnings():
+            warn_as(1, module)
 
 
 def test_a_hang_is_reported_with_the_stacks_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     # gdb takes many seconds; this test does not need the C++ stacks.
     monkeypatch.setenv("PATH", "")
-    account = account_of(wait_for_ever, timeout=10)
-    assert "had not finished after 10 s, and was killed" in account
+    account = account_of(wait_for_ever, timeout=5)
+    assert "had not finished after 5 s, and was killed" in account
     assert "in wait_for_ever" in account
     pid = int(account.partition("(process ")[2].partition(")")[0])
     with pytest.raises(ProcessLookupError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from tests.mutants._list import MUTANTS
 from tests.mutants._mutant import Mutant, Useless
 from tests.mutants._tests import executables_of, file_of
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
+from ._tools import ROOT
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import configparser
 import importlib.metadata
-import importlib.util
+import os
 import re
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from ._tools import ROOT, SETUP_CFG, build_environment
 
 # Requirements with another name on conda-forge than on PyPI.
 CONDA_NAMES = {
@@ -29,22 +30,6 @@ CONDA_NAMES = {
 
 
 @pytest.fixture(scope="module")
-def build_environment() -> ModuleType:
-    """tools/build_environment.py, which reads the requirements for the Makefile as well."""
-    spec = importlib.util.spec_from_file_location("build_environment", ROOT / "tools" / "build_environment.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def setup_cfg() -> configparser.ConfigParser:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    return config
-
-
-@pytest.fixture(scope="module")
 def conda_environment() -> dict:
     return yaml.safe_load((ROOT / "conda-env.yml").read_text(encoding="utf-8"))
 
@@ -53,15 +38,15 @@ def name_of(requirement: str) -> str:
     return re.match(r"[A-Za-z0-9_.-]+", requirement).group().lower()
 
 
-def test_installed_version_is_the_one_of_setup_cfg(setup_cfg):
+def test_installed_version_is_the_one_of_setup_cfg():
     version, _, torch_minor = importlib.metadata.version("torch_ucx_rpc").partition("+")
-    assert version == setup_cfg["metadata"]["version"]
+    assert version == SETUP_CFG["metadata"]["version"]
     # A wheel's version also names its torch.
     assert re.fullmatch(r"(torch\d+\.\d+)?", torch_minor)
 
 
-def test_version_stands_only_in_setup_cfg(setup_cfg):
-    version = setup_cfg["metadata"]["version"]
+def test_version_stands_only_in_setup_cfg():
+    version = SETUP_CFG["metadata"]["version"]
     files = [ROOT / name for name in ("pyproject.toml", "setup.py", "CMakeLists.txt", "Makefile", "conda-env.yml")]
     files += [ROOT / "CITATION.cff", *(ROOT / "tools").glob("*.py"), *(ROOT / ".github").rglob("*.yml")]
     files += [path for path in (ROOT / "torch_ucx_rpc").rglob("*") if path.suffix in {".py", ".pyi", ".h", ".cpp"}]
@@ -71,9 +56,9 @@ def test_version_stands_only_in_setup_cfg(setup_cfg):
     assert [str(file) for file in files if quoted.search(file.read_text(encoding="utf-8"))] == []
 
 
-def test_conda_environment_covers_the_requirements(build_environment, conda_environment):
+def test_conda_environment_covers_the_requirements(conda_environment):
     conda = {name_of(line) for line in conda_environment["dependencies"] if isinstance(line, str)}
-    groups = ["build", "install", *build_environment.setup_cfg()["options.extras_require"]]
+    groups = ["build", "install", *SETUP_CFG["options.extras_require"]]
     required = {name_of(line) for group in groups for line in build_environment.requirements(group)}
     assert {CONDA_NAMES.get(name, name) for name in required} - conda == set()
 
@@ -83,10 +68,10 @@ def bounds_of(line: str) -> set[str]:
     return {bound.replace("==", "=") for bound in re.findall(r"[<>=!~]+[\w.*]+", line.replace(" ", ""))}
 
 
-def test_the_conda_files_have_the_bounds_of_setup_cfg(build_environment, setup_cfg, conda_environment, conda_recipe):
-    groups = ["build", "install", *setup_cfg["options.extras_require"]]
+def test_the_conda_files_have_the_bounds_of_setup_cfg(conda_environment, conda_recipe):
+    groups = ["build", "install", *SETUP_CFG["options.extras_require"]]
     lines = [line.partition(";")[0] for group in groups for line in build_environment.requirements(group)]
-    lines.append(f"python{setup_cfg['options']['python_requires']}")
+    lines.append(f"python{SETUP_CFG['options']['python_requires']}")
     lines.append(f"ucx>={build_environment.dotted(build_environment.OLDEST_UCX)}")
     wanted = {CONDA_NAMES.get(name_of(line), name_of(line)): bounds_of(line) for line in lines if bounds_of(line)}
     # The last part of PyPI's version of clang-tidy is not LLVM's.
@@ -95,14 +80,14 @@ def test_the_conda_files_have_the_bounds_of_setup_cfg(build_environment, setup_c
 
     environment = {name_of(line): bounds_of(line) for line in conda_environment["dependencies"]}
     assert {name: bounds for name, bounds in wanted.items() if not bounds <= environment[name]} == {}
-    pythons = re.findall(r":: Python :: 3\.(\d+)", setup_cfg["metadata"]["classifiers"])
+    pythons = re.findall(r":: Python :: 3\.(\d+)", SETUP_CFG["metadata"]["classifiers"])
     assert f"<3.{max(map(int, pythons)) + 1}" in environment["python"]
 
     requirements = conda_recipe["requirements"]
     plain = [line for line in requirements["build"] + requirements["host"] if not line.startswith("${{")]
     recipe = {name_of(line): bounds_of(line) for line in plain}
     # The variants that conda builds for have the version of Python, and the recipe says which to skip.
-    oldest = setup_cfg["options"]["python_requires"].removeprefix(">=")
+    oldest = SETUP_CFG["options"]["python_requires"].removeprefix(">=")
     assert f'match(python, "<{oldest}")' in conda_recipe["build"]["skip"]
     assert recipe.pop("python") == set()
     assert {"pytorch", "ucx", "setuptools", "cmake"} <= set(recipe)
@@ -114,8 +99,8 @@ def conda_recipe() -> dict:
     return yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))
 
 
-def test_conda_recipe_agrees_with_setup_cfg(conda_recipe, setup_cfg):
-    metadata = setup_cfg["metadata"]
+def test_conda_recipe_agrees_with_setup_cfg(conda_recipe):
+    metadata = SETUP_CFG["metadata"]
     assert conda_recipe["context"]["version"] == metadata["version"]
     assert conda_recipe["package"] == {"name": metadata["name"], "version": "${{ version }}"}
     about = conda_recipe["about"]
@@ -124,22 +109,75 @@ def test_conda_recipe_agrees_with_setup_cfg(conda_recipe, setup_cfg):
     assert (ROOT / "recipe" / conda_recipe["source"]["path"]).samefile(ROOT)
 
 
-@pytest.mark.parametrize(
-    ("version", "suits"), [("2.10.1", False), ("2.11.0", True), ("2.13.0+cpu", True), ("2.14.0a0+git1234", True)]
-)
-def test_a_torch_that_is_too_old_is_refused(build_environment, monkeypatch, version, suits):
+def test_a_torch_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(build_environment, "oldest_torch", lambda: (2, 11))
-    if suits:
+    for version in ("2.11.0", "2.13.0+cpu", "2.14.0a0+git1234"):
         build_environment.check_torch_version(version)
-    else:
-        with pytest.raises(build_environment.Missing, match=f"torch {re.escape(version)} is too old"):
-            build_environment.check_torch_version(version)
+    with pytest.raises(build_environment.Missing, match=r"torch 2\.10\.1 is too old"):
+        build_environment.check_torch_version("2.10.1")
 
 
-def test_without_ucx_the_build_names_the_package(build_environment, monkeypatch):
+def test_without_ucx_the_build_names_the_package(monkeypatch):
     for place in ("ucx_of_wheel", "ucx_of_conda", "ucx_of_system"):
         monkeypatch.setattr(build_environment, place, lambda: None)
     with pytest.raises(build_environment.Missing, match="no UCX to build against: pip install libucx-cu12"):
         build_environment.ucx_facts("")
     with pytest.raises(build_environment.Missing, match="set it to wheel or system"):
         build_environment.ucx_facts("verbs")
+
+
+# ---- The source distribution -----------------------------------------------------------------------------------------
+
+
+def files_of_git(*options: str) -> set[str]:
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", *options]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {file for file in listed.stdout.split("\0") if file and (ROOT / file).exists()}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout")
+def test_the_source_distribution_has_the_tracked_files(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    listed = (tmp_path / "torch_ucx_rpc.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines()
+    packed = {file for file in listed if not file.startswith("/")}
+    assert files_of_git() - packed == set()
+    # A file that has just been written is packed before git tracks it.
+    assert packed - files_of_git("--cached", "--others", "--exclude-standard") == set()
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.field
+def test_unpacked_sdist_has_the_builds_files_and_metadata(tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path), cwd=ROOT)
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        # Python 3.11.2 knows no filter; 3.14 wants one.
+        packed.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    [tree] = tmp_path.glob("torch_ucx_rpc-*/")
+    # `make build` asks this first.
+    run(sys.executable, "tools/build_environment.py", "toolchain", "2.13.0", cwd=tree)
+    cmake, ninja = build_environment.program("cmake"), build_environment.program("ninja")
+    options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
+    ucx = f"-DTORCH_UCX_RPC_UCX={os.environ.get('TORCH_UCX_RPC_UCX', '')}"
+    run(cmake, "-G", "Ninja", "-S", ".", "-B", "build", *options, ucx, cwd=tree)
+    # Compiling takes minutes. This checks only that every source is there and would be compiled.
+    commands = run(ninja, "-C", "build", "-t", "commands", cwd=tree)
+    compiled = {path.resolve() for path in map(Path, re.findall(r" -c (\S+\.cpp)", commands))}
+    assert all(path.exists() for path in compiled)
+    sources = [*(ROOT / "torch_ucx_rpc" / "csrc").rglob("*.cpp"), *(ROOT / "tests" / "cpp").rglob("*_test.cpp")]
+    assert {tree.resolve() / path.relative_to(ROOT) for path in sources} <= compiled
+    # Its setup.cfg has a section of setuptools, which must not keep a wheel from being named for its torch.
+    pinned = {**os.environ, "TORCH_UCX_RPC_PIN": "1"}
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info"], cwd=tree, env=pinned, capture_output=True, check=True
+    )
+    metadata = (tree / "torch_ucx_rpc.egg-info" / "PKG-INFO").read_text(encoding="utf-8")
+    assert re.search(r"^Version: .*\+torch\d+\.\d+$", metadata, re.MULTILINE)

@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
-from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from tests.mutants._tests import executables_of, file_of
 from tests.support.promises import PROMISES
+from tests.verbs._trials import TRIALS
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
-
-
-@functools.cache
-def benchmarks() -> frozenset[str]:
-    program = ast.parse((ROOT / "benchmarks" / "__main__.py").read_text(encoding="utf-8"))
-    [table] = [
-        node.value
-        for node in program.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BENCHMARKS"
-    ]
-    assert isinstance(table, ast.Dict)
-    return frozenset(ast.literal_eval(key) for key in table.keys if key is not None)
-
-
-@functools.cache
-def trials() -> frozenset[str]:
-    program = ast.parse((ROOT / "tests" / "verbs" / "_trials.py").read_text(encoding="utf-8"))
-    functions = [node for node in program.body if isinstance(node, ast.FunctionDef)]
-    return frozenset(node.name for node in functions if "_trial" in map(ast.unparse, node.decorator_list))
+from ._tools import ROOT
 
 
 def exists(test: str) -> bool:
     if test.startswith("tests/"):
         return (ROOT / test).exists()
     if test.startswith("benchmarks "):
-        return test.removeprefix("benchmarks ") in benchmarks()
+        return test.removeprefix("benchmarks ") in BENCHMARKS
     if test.startswith("verbs "):
-        return test.removeprefix("verbs ") in trials()
+        return test.removeprefix("verbs ") in {trial.name for trial in TRIALS}
     return file_of(test, ROOT) is not None or bool(executables_of(test, ROOT))
 
 
-def without_links(text: str) -> str:
-    return re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()", "", text)
+def stands_in(words: str, text: str) -> bool:
+    """Whether the text has these words, with or without its links."""
+    return words in text or words in re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()", "", text)
 
 
 def statements(items: list[str], ends: str) -> list[str]:
@@ -75,7 +56,7 @@ STATEMENTS = {"README.md": statements_of_the_readme(), "docs/failure_model.md": 
 def test_every_promise_stands_on_its_page_and_its_tests_exist(page: str) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     for words, tests in PROMISES[page].items():
-        assert words in text or words in without_links(text), f"{page} lacks {words!r}: fix tests/support/promises.py"
+        assert stands_in(words, text), f"{page} lacks {words!r}: fix tests/support/promises.py"
         missing = [test for test in tests if not exists(test)]
         assert tests, f"{words!r} has no test"
         assert not missing, f"{words!r} names tests that there are not: {missing}"
@@ -83,11 +64,7 @@ def test_every_promise_stands_on_its_page_and_its_tests_exist(page: str) -> None
 
 @pytest.mark.parametrize("page", STATEMENTS)
 def test_every_sentence_that_promises_has_a_test(page: str) -> None:
-    untested = [
-        statement
-        for statement in STATEMENTS[page]
-        if not any(words in statement or words in without_links(statement) for words in PROMISES[page])
-    ]
+    untested = [one for one in STATEMENTS[page] if not any(stands_in(words, one) for words in PROMISES[page])]
     assert STATEMENTS[page], f"{page} has no list of promises"
     assert not untested, "say in tests/support/promises.py which tests hold these"
 
@@ -99,5 +76,3 @@ def test_an_unknown_test_name_is_noticed() -> None:
     assert not exists("NobodysTest")
     assert not exists("benchmarks nobody")
     assert exists("verbs killed")
-    assert not exists("verbs nobody")
-    assert not exists("tests/nobody")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.soak._journal import ENTRY, KINDS, Step
-from tests.soak._judgement import _MAY_NOT_PARSE_TWICE, Judgement, judge, what_did_not_happen
-from tests.soak._libraries import Pushes
+from tests.soak._judgement import Judgement, judge, what_did_not_happen
 
 LIMIT = 4.0
 BEGUN, EXECUTED, ANSWERED, FAILED = Step
@@ -73,6 +72,9 @@ NO_FILES = {"what": "no files", "at": 9.0, "until": 11.0, "name": "worker0"}
 TOO_MANY = "RuntimeError: could not send to worker 'worker2' (rank 2, pid 7 on c): too many files open"
 NO_HOST = "ValueError: 'worker1' cannot be a host of a server: no living worker has that name; close to it: worker2"
 CUT_OFF_REASON = "a host was parted from the others: cut off"
+GONE = "RuntimeError: all hosts of the server 'pushes 1' are lost: worker1, worker2"
+BOTH = ("worker1", "worker2", "worker0")
+KILL_2 = {"what": "kill", "at": 9.5, "name": "worker2", "life": "2.0"}
 SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
 
 
@@ -81,35 +83,25 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
     [
         (failure(10.0), (KILL,), "its process was killed"),
         (failure(9.0), (KILL,), "unexplained"),
-        (failure(10.0, NO_HOST), (KILL,), "a host had ended"),
-        (failure(10.0, NO_HOST), (), "unexplained"),
-        (failure(10.0, NO_HOST), (CUT_OFF,), CUT_OFF_REASON),
-        (failure(10.0, NO_HOST), (CUT,), "unexplained"),
-        (failure(10.0), (), "unexplained"),
-        (failure(10.0), (CUT,), "unexplained"),
-        (failure(10.0), (CUT_OFF,), CUT_OFF_REASON),
-        (failure(5.1), (CUT_OFF,), CUT_OFF_REASON),
-        # The failure comes before half the limit.
-        (failure(4.9), (CUT_OFF,), "unexplained"),
-        (failure(10.0), ({**CUT_OFF, "host": "a"},), CUT_OFF_REASON),
-        (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
-        # This is long after its successor has come.
+        # Its successor has come long before.
         (failure(20.0), (KILL,), "unexplained"),
         # The pid of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
         (failure(10.0, "CallTimedOut: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
+        (failure(10.0, NO_HOST), (KILL,), "a host had ended"),
+        (failure(10.0, NO_HOST), (CUT,), "unexplained"),
+        (failure(10.0), (CUT,), "unexplained"),
+        (failure(5.1), (CUT_OFF,), CUT_OFF_REASON),
+        # The failure comes before half the limit.
+        (failure(4.9), (CUT_OFF,), "unexplained"),
+        (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
         (failure(9.5), (RESET,), "a host was parted from the others: reset"),
         (failure(8.9), (RESET,), "unexplained"),
-        (failure(9.5), ({**RESET, "host": "c"},), "unexplained"),
         (failure(10.0, TOO_MANY), (NO_FILES,), "it could not open files"),
         (failure(12.0, TOO_MANY), (NO_FILES,), "unexplained"),
-        (failure(10.0), (NO_FILES,), "unexplained"),
         (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
-        (
-            failure(10.0, "SystemError('AST constructor recursion depth mismatch (before=39, after=18)')"),
-            (),
-            "two threads of CPython parsed at once" if _MAY_NOT_PARSE_TWICE else "unexplained",
-        ),
+        (failure(10.0, GONE, among=BOTH), (KILL, KILL_2), "both hosts were lost"),
+        (failure(10.0, GONE, among=BOTH), (KILL,), "unexplained"),
     ],
 )
 def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], ...], reason: str) -> None:
@@ -127,16 +119,12 @@ STOP = {"what": "stop", "at": 9.0, "until": 10.5, "host": "a"}
     [
         ({"lives": ["1.0 0"]}, 10.5, (KILL,), False),
         ({"lives": ["1.0 0"]}, 12.0, (KILL,), True),
-        ({"lives": ["0.0 0", "2.0 0"]}, 12.0, (KILL,), False),
-        ({"error": TAKEN}, 10.5, (KILL,), False),
         ({"error": TAKEN}, 12.0, (KILL,), True),
         ({"error": TAKEN}, 12.0, (), False),
         # The worker, or its host, may not have been able to hear of the end.
         ({"lives": ["1.0 0"]}, 12.0, (KILL, STOP), False),
-        ({"lives": ["1.0 0"]}, 20.0, (KILL, STOP), True),
         # The kernel needs time to end a process, and closes its connections last.
         ({"lives": ["1.0 0"]}, 12.0, ({**KILL, "gone": 11.5},), False),
-        ({"lives": ["1.0 0"]}, 13.0, ({**KILL, "gone": 11.5},), True),
     ],
 )
 def test_a_name_that_outlives_its_worker_is_a_finding(
@@ -147,44 +135,12 @@ def test_a_name_that_outlives_its_worker_is_a_finding(
     assert whats == ["a name has outlived its worker"] * is_stale
 
 
-GONE = "RuntimeError: all hosts of the server 'pushes 1' are lost: worker1, worker2"
-KILL_2 = {"what": "kill", "at": 9.5, "name": "worker2", "life": "2.0"}
-
-
-@pytest.mark.parametrize(
-    ("timeline", "reason"),
-    [
-        ((KILL, KILL_2), "both hosts were lost"),
-        ((KILL,), "unexplained"),
-        ((), "unexplained"),
-        ((CUT_OFF,), CUT_OFF_REASON),
-    ],
-)
-@pytest.mark.parametrize("error", [GONE])
-def test_the_state_of_a_server_is_lost_with_both_hosts_only(
-    error: str, timeline: tuple[dict[str, Any], ...], reason: str
-) -> None:
-    failed = failure(10.0, error, among=("worker1", "worker2", "worker0"))
-    assert judged(failures=(failed,), timeline=timeline, members=SUCCESSOR).reasons == {reason: 1}
-
-
-def test_a_push_that_is_answered_with_another_mean_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushes = Pushes("pushes", ["worker1", "worker2"])
-    pushes.__dict__["_server"] = None
-    monkeypatch.setattr("torch_ucx_rpc.reduction.push_pull", lambda server, pushed: pushed)
-    assert pushes.push(3) == ""
-    monkeypatch.setattr("torch_ucx_rpc.reduction.push_pull", lambda server, pushed: [2 * one for one in pushed])
-    assert pushes.push(3) == "push 3 was answered with [6.0, 8.0]"
-
-
 @pytest.mark.parametrize(
     ("answered", "happened", "minutes", "findings"),
     [
-        ({"rpc_sync": 10, "nested": 10}, {"kill": 1, "cut": 3}, 1, []),
         ({"rpc_sync": 10, "nested": 9}, {"kill": 1, "cut": 3}, 1, ["nested: 9 of at least 10"]),
-        ({"rpc_sync": 300, "nested": 299}, {"kill": 1, "cut": 3}, 30, ["nested: 299 of at least 300"]),
+        ({"rpc_sync": 300, "nested": 300}, {"kill": 1, "cut": 3}, 30, []),
         ({"rpc_sync": 10, "nested": 10}, {"kill": 0, "stall": 1}, 1, ["kill", "cut"]),
-        ({"rpc_sync": 0}, {}, 0.1, ["rpc_sync: 0 of at least 1", "kill", "cut"]),
     ],
 )
 def test_a_run_in_which_little_happens_proves_nothing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import re
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from ._tools import ROOT, SETUP_CFG
+
 WORKFLOWS = ROOT / ".github" / "workflows"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -44,13 +44,6 @@ def verbs() -> set[str]:
     return set(RECIPES)
 
 
-@pytest.fixture(scope="module")
-def setup_cfg() -> configparser.ConfigParser:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    return config
-
-
 def test_workflows_call_existing_verbs_and_files() -> None:
     assert [script for script in scripts(CI) if ".ci/run" in script] == [".ci/run"]
     assert set(CI["on"]) == {"push", "pull_request"}
@@ -69,10 +62,10 @@ def test_ci_and_nightly_run_every_verb_that_tests() -> None:
         assert f"{check} " in RECIPES["nightly"]
 
 
-def test_container_builds_wheels_for_each_python_of_setup_cfg(setup_cfg) -> None:
+def test_container_builds_wheels_for_each_python_of_setup_cfg() -> None:
     job = RELEASE["jobs"]["wheels"]
     assert "manylinux_2_28_x86_64" in job["container"]
-    promised = re.findall(r"Python :: (3\.\d+)$", setup_cfg["metadata"]["classifiers"], re.MULTILINE)
+    promised = re.findall(r"Python :: (3\.\d+)$", SETUP_CFG["metadata"]["classifiers"], re.MULTILINE)
     assert job["strategy"]["matrix"]["python"] == promised
 
 
@@ -87,9 +80,9 @@ def test_scripts_are_bash_and_their_verbs_exist(workflow: dict[str, Any]) -> Non
             assert (ROOT / file).exists()
 
 
-def test_the_tag_has_to_be_the_version(setup_cfg) -> None:
+def test_the_tag_has_to_be_the_version() -> None:
     [check] = (script for script in scripts(RELEASE) if script.startswith("test "))
-    for tag, code in ((f"v{setup_cfg['metadata']['version']}", 0), ("v0.0.0", 1)):
+    for tag, code in ((f"v{SETUP_CFG['metadata']['version']}", 0), ("v0.0.0", 1)):
         done = subprocess.run(["bash", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"})
         assert done.returncode == code
 
