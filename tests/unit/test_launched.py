@@ -14,6 +14,7 @@ from torch.distributed import FileStore, TCPStore
 
 import torch_ucx_rpc
 from tests.support.workers import reserved_port
+from torch_ucx_rpc._bootstrap import rendezvous
 from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, open_job_store
 from torch_ucx_rpc._launch import init, mpi
 from torch_ucx_rpc._launch.environment import Launch
@@ -138,23 +139,14 @@ def meet(address: JobAddress) -> tuple[TCPStore, TCPStore]:
     return served, found[0]
 
 
-def test_the_workers_meet_at_the_first_free_port(ports: tuple[int, int]) -> None:
-    with socket.create_server(("", 0)) as other:
-        taken = other.getsockname()[1]
-        # The listener closes connections at once; otherwise it would take seconds to find that it is not a Store.
-        threading.Thread(target=hang_up, args=(other,), daemon=True).start()
+def test_the_workers_meet_at_the_first_free_port(monkeypatch: pytest.MonkeyPatch, ports: tuple[int, int]) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
+    with socket.create_server(("", 0)) as no_store:
+        taken = no_store.getsockname()[1]
         served, found = meet(JobAddress("job", ("127.0.0.1",), (taken, *ports)))
     assert served.port == found.port == ports[0]
     served.set("key", "value")
     assert found.get("key") == b"value"
-
-
-def hang_up(server: socket.socket) -> None:
-    try:
-        while True:
-            server.accept()[0].close()
-    except OSError:
-        pass
 
 
 def test_two_jobs_with_the_same_ports_do_not_meet(ports: tuple[int, int]) -> None:
