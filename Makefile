@@ -128,9 +128,11 @@ test-field: build $(VENV)/.extra-test $(VENV)/.extra-docs ## Python tests that t
 	@$(PY) -m pytest tests/unit tests/e2e tests/tooling tests/launchers -m field --junit-xml=$(REPORTS)/field.xml
 
 # Each check runs, even if an earlier one has failed. Not $(MAKE), with which `make -n` would run all of it.
-nightly: build ## The checks that take too long for CI: test-field, sanitizers, soaks, fuzzing, a rehearsal for GPUs
+nightly: build ## The checks that take too long for CI: test-field, schedules, sanitizers, soaks, fuzzing, a GPU rehearsal
 	@status=0; \
 	make --no-print-directory test-field || status=1; \
+	SCHEDULES=10 $(PYTEST) tests/unit -k schedule || status=1; \
+	SCHEDULES=10 make --no-print-directory test-light-cpp || status=1; \
 	tools/sanitize.sh || status=1; \
 	tools/soak.sh --minutes 10 || status=1; \
 	tools/soak.sh --training --minutes 10 || status=1; \

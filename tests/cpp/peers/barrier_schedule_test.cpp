@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <random>
@@ -19,6 +20,12 @@ struct Shape {
   int fanOut;
   bool doOnlyContactsNotice = false; // that a worker has ended
 };
+
+// `make nightly` runs ten times as many.
+unsigned schedules() {
+  const char* const factor = std::getenv("SCHEDULES");
+  return 500 * static_cast<unsigned>(factor == nullptr ? 1 : std::atoi(factor));
+}
 
 class BarrierScheduleTest : public testing::TestWithParam<Shape> {};
 
@@ -41,7 +48,7 @@ INSTANTIATE_TEST_SUITE_P(
 // are released from each round, with the same sum, and no living worker is called dead.
 TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
   const Shape shape = GetParam();
-  for (unsigned seed = 0; seed < 2000; ++seed) {
+  for (unsigned seed = 0; seed < schedules(); ++seed) {
     constexpr int kRounds = 4;
     Job job(shape.workers, seed, shape.fanOut);
     if (shape.doOnlyContactsNotice) {
