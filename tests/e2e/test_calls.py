@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 
-from tests.support.workers import agent, in_every_worker, in_worker0
+from tests.support.workers import agent, in_every_worker, in_worker0, over_shared_memory
 
 # Longer than a few calls on a loaded machine, and much shorter than a hang.
 PROMPT_S = 15.0
@@ -105,6 +105,7 @@ def test_workers_are_addressed_by_name_rank_or_info() -> None:
         assert raised.value.name == "worker7"
 
 
+@over_shared_memory
 @in_every_worker(of=2, silent=False)
 def test_calls_to_oneself_work(rank: int) -> None:
     me = rpc.get_worker_info()
@@ -117,6 +118,7 @@ def test_calls_to_oneself_work(rank: int) -> None:
         rpc.rpc_sync(me, fail, args=("ValueError",))
 
 
+@over_shared_memory
 @in_worker0(of=1)
 def test_a_job_of_one_worker_works() -> None:
     assert rpc.rpc_sync("worker0", greet, args=("me",)) == "Hello, me, from worker0"
@@ -150,6 +152,7 @@ def test_handlers_may_call_other_workers_and_back() -> None:
     assert call_onwards(way) == ["worker0", *way]
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_callbacks_of_a_future_run_with_its_value() -> None:
     future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1))
@@ -190,6 +193,7 @@ class Accumulator:
         return self._answer
 
 
+@over_shared_memory
 @in_worker0(of=3)
 def test_async_execution_answers_when_its_future_is_done() -> None:
     arguments = {"args": ("worker2", torch.ones(2), 1)}
@@ -201,6 +205,7 @@ def test_async_execution_answers_when_its_future_is_done() -> None:
         rpc.rpc_sync("worker1", not_a_future)
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_async_execution_holds_no_thread_while_it_waits() -> None:
     # The callers outnumber the threads that serve them.
@@ -213,6 +218,7 @@ def test_async_execution_holds_no_thread_while_it_waits() -> None:
 
 
 # torch prints the traceback of a failing function on the callee.
+@over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_exceptions_of_the_callee_keep_type_and_message() -> None:
     for kind, exception in EXCEPTIONS.items():
@@ -235,6 +241,7 @@ def test_exceptions_of_the_callee_keep_type_and_message() -> None:
                 assert word in str(raised.value)
 
 
+@over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_callee_exceptions_are_tensorpipes_runtime_errors_too() -> None:
     for kind in ("RuntimeError", "KeyError", "FileNotFoundError", "Unusual"):
@@ -247,6 +254,7 @@ def test_callee_exceptions_are_tensorpipes_runtime_errors_too() -> None:
     assert copied.args == raised.value.args
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_errors_of_operators_and_torchscript_are_raised() -> None:
     a, b = torch.ones(2), torch.ones(3)
@@ -268,6 +276,7 @@ def unpicklable() -> Unpicklable:
     return Unpicklable()
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_an_unpicklable_argument_fails_its_call_only() -> None:
     with pytest.raises(TypeError, match="this stays where it is"):
@@ -303,6 +312,7 @@ def assert_times_out(call: Callable[[], object], *, after: float, callee: str = 
     assert after - 0.01 <= time.monotonic() - start < after + PROMPT_S
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_a_call_ends_at_its_own_timeout() -> None:
     try:
@@ -320,6 +330,7 @@ def test_a_call_ends_at_its_own_timeout() -> None:
     assert rref.to_here() == "released"
 
 
+@over_shared_memory
 @pytest.mark.ucx_only
 @in_worker0(of=2)
 def test_timeouts_of_every_size_count() -> None:
@@ -337,6 +348,7 @@ def test_timeouts_of_every_size_count() -> None:
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5), timeout=rpc.constants.UNSET_RPC_TIMEOUT) == (3, 2)
 
 
+@over_shared_memory
 @in_worker0(of=2, options={"rpc_timeout": 0.5})
 def test_calls_without_a_timeout_end_at_the_agents() -> None:
     assert rpc.get_rpc_timeout() == 0.5
@@ -401,6 +413,7 @@ def test_ctrl_c_interrupts_a_blocked_call_and_the_agent_goes_on() -> None:
 # ---- Surroundings ----------------------------------------------------------------------------------------------------
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_calls_may_come_from_any_thread() -> None:
     results: dict[int, torch.Tensor] = {}
@@ -425,6 +438,7 @@ def deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_tensors_arrive_under_deterministic_algorithms() -> None:
     # torch then fills fresh memory, but must not fill received tensors.

@@ -23,6 +23,7 @@ from tests.support.workers import (
     eventually,
     in_every_worker,
     init_rpc,
+    over_shared_memory,
     reserved_port,
     run_program,
 )
@@ -56,6 +57,7 @@ def test_the_backend_is_given_by_name_or_as_a_member(rank: int) -> None:
         rpc.shutdown()
 
 
+@over_shared_memory
 @in_every_worker(of=2)
 def test_the_store_asks_no_resolver_for_names(rank: int) -> None:
     from torch_ucx_rpc._native import _C
@@ -64,6 +66,7 @@ def test_the_store_asks_no_resolver_for_names(rank: int) -> None:
     assert _C.name_lookups_spared() > 0, f"rank {rank} has connected to the Store, or opened it"
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_the_backend_is_inferred_from_the_options(rank: int) -> None:
     import torch_ucx_rpc
@@ -116,6 +119,7 @@ def test_names_bound_before_the_import_work() -> None:
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_only_one_agent_at_a_time(rank: int) -> None:
     with pytest.raises(RuntimeError, match="RPC has not been initialized"):
@@ -129,6 +133,7 @@ def test_only_one_agent_at_a_time(rank: int) -> None:
         rpc.rpc_sync("worker0", add_one, args=(torch.ones(1),))
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_workers_that_do_not_come_are_named(rank: int) -> None:
     # Processes start seconds apart on a loaded machine, and leave a group at the same time.
@@ -145,6 +150,7 @@ def test_workers_that_do_not_come_are_named(rank: int) -> None:
     rpc.shutdown()
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> None:
     init_rpc(rank)
@@ -161,6 +167,7 @@ def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> N
         rpc.shutdown()
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_without_a_limit_of_time_workers_meet_and_call(rank: int) -> None:
     for unlimited in ({"rpc_timeout": 0}, {"rpc_timeout": 0, "init_timeout": 0}):
@@ -171,6 +178,7 @@ def test_without_a_limit_of_time_workers_meet_and_call(rank: int) -> None:
         rpc.shutdown()
 
 
+@over_shared_memory
 @in_every_worker(of=3, init=False)
 def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
     with pytest.raises(JoinFailed, match="is not unique") as raised:
@@ -183,12 +191,14 @@ def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
     rpc.shutdown()
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
     with pytest.raises(JoinFailed, match="disagree on world_size"):
         init_rpc(rank, world_size=2 + rank, rpc_backend_options=backend_options(rpc_timeout=10))
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_different_package_versions_are_refused_naming_both(rank: int) -> None:
     own = _build_info.VERSION
@@ -200,6 +210,7 @@ def test_different_package_versions_are_refused_naming_both(rank: int) -> None:
         assert word in str(raised.value)
 
 
+@over_shared_memory
 @in_every_worker(of=1, init=False)
 def test_ctrl_c_interrupts_waiting_for_workers_that_do_not_come(rank: int) -> None:
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -217,6 +228,7 @@ def meet_by_file(rank: int, file: Path) -> None:
     rpc.shutdown()
 
 
+@over_shared_memory
 def test_workers_meet_through_a_file_too(run_workers: Callable[..., list], tmp_path: Path) -> None:
     run_workers(2, meet_by_file, tmp_path / "store", init=False)
 
@@ -274,6 +286,7 @@ def finish_never() -> torch.futures.Future[None]:
     return unfinished[-1]
 
 
+@over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
     had = {}
@@ -396,6 +409,7 @@ def test_prompt_answers_leave_before_an_ungraceful_shutdown(run_workers: Callabl
     run_workers(2, leave_while_answering, shutdown=False)
 
 
+@over_shared_memory
 @in_every_worker(of=2, shutdown=False)
 def test_a_second_shutdown_says_that_there_is_no_agent(rank: int) -> None:
     rpc.shutdown()

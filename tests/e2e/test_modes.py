@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.workers import in_worker0, run_workers
+from tests.support.workers import in_worker0, over_shared_memory, run_workers
 
 LARGE = 1 << 18
 
@@ -179,6 +179,7 @@ def numbers() -> torch.Tensor:
     return torch.arange(3.0)
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_results_within_inference_mode_can_be_trained_with() -> None:
     weight = torch.ones(3, requires_grad=True)
@@ -194,6 +195,7 @@ def test_results_within_inference_mode_can_be_trained_with() -> None:
         result.add_(1)
 
 
+@over_shared_memory
 @pytest.mark.ucx_only
 @in_worker0(of=2)
 def test_modes_of_a_waiting_caller_spare_other_threads() -> None:
@@ -212,6 +214,7 @@ def test_modes_of_a_waiting_caller_spare_other_threads() -> None:
     assert kinds == [False] * 500
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_callbacks_have_the_modes_of_the_thread_that_set_them() -> None:
     seen: list[tuple[bool, bool]] = []

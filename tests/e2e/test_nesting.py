@@ -12,10 +12,10 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.autograd import profiler_legacy
 
-from tests.support.workers import Stalls, agent, eventually, in_worker0
+from tests.support.workers import Stalls, agent, eventually, in_worker0, over_shared_memory
 from torch_ucx_rpc.errors import OutOfResources
 
-pytestmark = pytest.mark.ucx_only
+pytestmark = [pytest.mark.ucx_only, over_shared_memory]
 
 THREADS = {"num_worker_threads": 4}
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.workers import in_worker0, run_workers
+from tests.support.workers import in_worker0, over_shared_memory, run_workers
 
 pytestmark = pytest.mark.ucx_only
 
 SPAN = "torch_ucx_rpc: "
 
 
+@over_shared_memory
 @in_worker0(of=2, silent=False)  # for Kineto's output
 def test_the_profiler_sees_the_calls_of_its_thread() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 
-from tests.support.workers import agent, eventually, in_every_worker, in_worker0
+from tests.support.workers import agent, eventually, in_every_worker, in_worker0, over_shared_memory
 from torch_ucx_rpc.errors import CallTimedOut, RRefLost
 
 
@@ -50,6 +50,7 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
 
 
 # Plain torch marks the first RRef again for each later one, although it may have been freed by then.
+@over_shared_memory
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
     late = [rpc.remote("worker1", time.sleep, args=(2,), timeout=0.5) for _ in range(3)]
@@ -78,6 +79,7 @@ def count_made_late() -> int:
 
 
 # Without this package, torch's owner forgets a deletion that comes before the value, and keeps the value for ever.
+@over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
     for succeeds in (True, False, True):
@@ -90,6 +92,7 @@ def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
 
 
 # When the value comes, torch says on stderr that it has forgotten the RRef.
+@over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
     for _ in range(2):
@@ -100,6 +103,7 @@ def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
     eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "the calls are over")
 
 
+@over_shared_memory
 @in_worker0(of=2)
 def test_an_rref_to_a_local_object_is_its_own() -> None:
     counter = Counter()
@@ -194,6 +198,7 @@ def make_nested(names: list[str]) -> rpc.RRef:
     return rpc.remote(names[0], make_nested, args=(names[1:],))
 
 
+@over_shared_memory
 @in_worker0(of=4)
 def test_rrefs_of_rrefs_can_be_followed() -> None:
     value: object = make_nested(["worker1", "worker2", "worker3"])
@@ -240,6 +245,7 @@ def test_torchscript_functions_take_rrefs() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", tenfold, args=(rref,)), torch.full((2,), 20.0))
 
 
+@over_shared_memory
 @in_worker0(of=2, options={"num_worker_threads": 1})
 def test_rref_in_an_abandoned_call_is_freed() -> None:
     for takes_it in (value_of, tenfold):

@@ -191,6 +191,7 @@ def test_a_timeout_changes_nothing() -> None:
     workers.run_workers(3, ask_with_a_timeout, silent=False)
 
 
+@workers.over_shared_memory
 @workers.in_worker0(of=2, silent=False)
 def test_calls_raise_the_error_with_its_type_too() -> None:
     for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
@@ -203,6 +204,7 @@ def unpickled_tensors() -> int:
     return sum(type(thing) is torch.Tensor and thing.numel() == 12345 for thing in gc.get_objects())
 
 
+@workers.over_shared_memory
 @workers.in_worker0(of=2, silent=False)
 def test_arguments_that_cannot_be_unpickled_are_freed() -> None:
     for _ in range(8):
@@ -223,6 +225,7 @@ def occupy_a_thread() -> None:
 
 
 # All threads of the owner wait, so that it refuses the request before it has read it.
+@workers.over_shared_memory
 @workers.in_worker0(of=3, options={"num_worker_threads": 4, "max_worker_threads": 4}, silent=False)
 def test_an_rref_that_its_owner_had_no_thread_for_is_lost() -> None:
     blocked = [rpc.rpc_async("worker1", occupy_a_thread) for _ in range(4)]

@@ -3,7 +3,8 @@
 * ``run_workers(2, body)`` calls ``body(rank)`` in two processes that are already members of one RPC job, shuts RPC
   down and returns what the bodies returned. A worker that raises, dies or hangs fails the test with every worker's
   traceback, stacks and output. (``_job``)
-* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` make a test of the workers' code. (``_decorators``)
+* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` make a test of the workers' code, which runs over shared memory
+  and over TCP; with ``@over_shared_memory`` over the first alone. (``_decorators``)
 * ``init_rpc(rank)`` joins the job by hand, for tests of joining and leaving; ``agent()`` is the running agent.
   (``_worker``)
 * ``run_program(source)`` runs a script in an interpreter of its own, for tests of its start and exit. (``_program``)
@@ -17,7 +18,7 @@
 * ``Worker``: the inside of one, for a crew whose workers come and go. (``_worker``)
 """
 
-from ._decorators import in_every_worker, in_worker0
+from ._decorators import in_every_worker, in_worker0, over_shared_memory
 from ._eventually import eventually
 from ._job import SAID_OVER_TCP, WorkersFailed, run_workers
 from ._processes import (
@@ -68,6 +69,7 @@ __all__ = [
     "keep_process_group",
     "kill",
     "native_stacks",
+    "over_shared_memory",
     "process_context",
     "reserved_port",
     "run_program",

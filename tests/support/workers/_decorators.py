@@ -1,10 +1,19 @@
-"""Tests whose body runs in the workers."""
+"""Tests whose body runs in the workers, and over which transports."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+from ._worker import Transport
+
+over_shared_memory = pytest.mark.parametrize(
+    "transport", [Transport.SHARED_MEMORY], indirect=True, ids=["shared_memory"]
+)
+"""Of a test whose subject is above the transports: run it once."""
 
 
 def in_every_worker(of: int, **job: Any) -> Callable[[Callable[[int], None]], Callable[..., None]]:
