@@ -356,6 +356,23 @@ def test_a_candidate_that_cannot_win_lets_another_stand() -> None:
     assert line.ranks(1) == line.ranks(2) == [1, 2]
 
 
+@pytest.mark.parametrize("cut_off", [1.2, 1.5, 1.8, 2.2])
+def test_a_decider_that_is_heard_again_has_no_rival(cut_off: float) -> None:
+    line = Line(2)
+    line.away = {line.members[1]}
+    line.wait(cut_off * LIMIT)
+    line.away = set()
+    # Members look around between two messages.
+    for _ in range(500):
+        line.now += LIMIT / 500
+        for one, machine in line.machines.items():
+            machine.tick(line.now)
+            for to, message in machine.take_outgoing():
+                line[to.rank].receive(one, message, line.now)
+    assert line[1].is_out or line.ranks(1) == [0, 1]
+    assert line.ranks(0) == ([0] if line[1].is_out else [0, 1])
+
+
 def test_a_member_that_comes_back_is_another_one() -> None:
     line = Line(3)
     line.away = {line.members[1]}

@@ -543,6 +543,9 @@ class Epochs:
         self._promised = prepare.ballot
         self._attempt = None
         self._lost_at = now
+        if sender == self._leader:
+            # Otherwise this member would stand again before the proposal comes, and neither would win.
+            self._heard = now
         self._send(sender, Promise(prepare.epoch.number, prepare.ballot, self._accepted))
 
     def _decides(self, candidate: Member, now: float) -> bool:
