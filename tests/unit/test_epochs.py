@@ -13,7 +13,7 @@ from torch_ucx_rpc._workers.epochs import Epochs
 from torch_ucx_rpc._workers.messages import Epoch, Member
 
 # `make nightly` runs ten times as many.
-SCHEDULES = 20_000 * int(os.environ.get("SCHEDULES", "1"))
+SCHEDULES = 100_000 * int(os.environ.get("SCHEDULES", "1"))
 LIMIT = 1.0
 
 

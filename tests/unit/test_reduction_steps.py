@@ -16,7 +16,7 @@ from torch_ucx_rpc.reduction._office import TimedOut
 from torch_ucx_rpc.reduction._steps import Steps
 
 # `make nightly` runs ten times as many.
-SCHEDULES = 4000 * int(os.environ.get("SCHEDULES", "1"))
+SCHEDULES = 6000 * int(os.environ.get("SCHEDULES", "1"))
 SPEC = Spec("server", ("host",), 1, None, None, 100)
 
 

@@ -24,7 +24,7 @@ struct Shape {
 // `make nightly` runs ten times as many.
 unsigned schedules() {
   const char* const factor = std::getenv("SCHEDULES");
-  return 500 * static_cast<unsigned>(factor == nullptr ? 1 : std::atoi(factor));
+  return 2000 * static_cast<unsigned>(factor == nullptr ? 1 : std::atoi(factor));
 }
 
 class BarrierScheduleTest : public testing::TestWithParam<Shape> {};
