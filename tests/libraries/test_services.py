@@ -312,7 +312,7 @@ def ask_for_unknown_names(rank: int, steps: Steps) -> None:
                 ask("scor")
         with pytest.raises(UnknownName, match=r"the names that exist are 'score', 'weights'"):
             services.call("xyz")
-        with pytest.raises(TypeError, match=r"is a value of worker 'worker1' .*services.get\('weights'\) has it"):
+        with pytest.raises(TypeError, match=r"is a value of worker 'worker1' .*services.get\('weights'\) returns it"):
             services.call("weights")
         with pytest.raises(TypeError, match=r"is a service of worker 'worker1'"):
             services.get("score")
