@@ -117,7 +117,7 @@ BESIDE = ("_torch_ucx_rpc_autoload", "_torch_ucx_rpc_cli")
 # Written by the build.
 BUILT = {f"{PACKAGE}._build_info", f"{PACKAGE}._C"}
 
-# From the ground up: the modules and rooms of the package. A module may import its own room, and what stands above
+# From the ground up: the modules and folders of the package. A module may import its own folder, and what stands above
 # its own line. "" is the package itself, that is, its __init__.py.
 ORDER = (
     "errors",
@@ -165,17 +165,17 @@ def imports(module: str, text: str, modules: Iterable[str]) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] in (PACKAGE, *BESIDE))
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     return module if module in BESIDE else module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
 
 def upward(texts: dict[str, str]) -> list[str]:
-    """Return each import of a room that stands later in `ORDER`."""
+    """Return each import of a folder that stands later in `ORDER`."""
     return [
         f"{module} imports {imported}"
         for module, text in texts.items()
         for imported in imports(module, text, texts)
-        if ORDER.index(room_of(imported)) > ORDER.index(room_of(module))
+        if ORDER.index(folder_of(imported)) > ORDER.index(folder_of(module))
     ]
 
 
@@ -189,7 +189,7 @@ def modules() -> dict[str, str]:
 
 
 def test_imports_go_one_way(modules: dict[str, str]) -> None:
-    assert {room_of(module) for module in [*modules, *BUILT]} == set(ORDER)
+    assert {folder_of(module) for module in [*modules, *BUILT]} == set(ORDER)
     assert upward(modules) == []
 
 
@@ -204,9 +204,9 @@ def test_import_upwards_is_found_wherever_it_stands(modules: dict[str, str]) -> 
     assert len(upward(modules)) == len(statements)
 
 
-def test_every_room_maps_its_modules(modules: dict[str, str]) -> None:
-    for room, text in modules.items():
-        inside = {name.removeprefix(f"{room}.") for name in modules if name.startswith(f"{room}.")}
-        if inside and room != PACKAGE:
+def test_every_folder_maps_its_modules(modules: dict[str, str]) -> None:
+    for folder, text in modules.items():
+        inside = {name.removeprefix(f"{folder}.") for name in modules if name.startswith(f"{folder}.")}
+        if inside and folder != PACKAGE:
             lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
-            assert {line.split("``")[1] for line in lines if line.startswith("* ``")} == inside, room
+            assert {line.split("``")[1] for line in lines if line.startswith("* ``")} == inside, folder

@@ -19,8 +19,8 @@ from torch_ucx_rpc._bootstrap.record import Record
 from .test_members import record
 
 
-class AgentThatReachesNobody:
-    """It has lost all members whom it asks to admit it, and refuses two workers of one rank, as the C++ agent does."""
+class AgentThatReachesNoMember:
+    """Has lost all members that it asks for admission. Like the C++ agent, it refuses two workers of one rank."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, int] = {}
@@ -47,7 +47,7 @@ class AgentThatReachesNobody:
 def test_a_lost_member_is_not_asked_after_another_took_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     store, elsewhere = HashStore(), "another machine"
     MemberList(store, lost := record(1, 0, boot_id=elsewhere), None).add()
-    agent = AgentThatReachesNobody()
+    agent = AgentThatReachesNoMember()
     group = DynamicGroup(store, record(0, 0), agent, None)
     group.enter()
 

@@ -362,7 +362,7 @@ def test_a_decider_that_is_heard_again_has_no_rival(cut_off: float) -> None:
     line.away = {line.members[1]}
     line.wait(cut_off * LIMIT)
     line.away = set()
-    # Members look around between two messages.
+    # Members check their state between two messages.
     for _ in range(500):
         line.now += LIMIT / 500
         for one, machine in line.machines.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _INTERFACES = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")
-# An address that nobody has (RFC 5737). Packets to it would take the default route.
+# An address for documentation (RFC 5737), which no host has. Packets to it would take the default route.
 ELSEWHERE = "192.0.2.1"
 # <linux/sockios.h>, <linux/if_arp.h>
 _SIOCGIFCONF = 0x8912

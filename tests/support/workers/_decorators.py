@@ -13,7 +13,7 @@ from ._worker import Transport
 over_shared_memory = pytest.mark.parametrize(
     "transport", [Transport.SHARED_MEMORY], indirect=True, ids=["shared_memory"]
 )
-"""Of a test whose subject is above the transports: run it once."""
+"""Decorator of a test whose subject is above the transports: it runs once."""
 
 
 def in_every_worker(of: int, **job: Any) -> Callable[[Callable[[int], None]], Callable[..., None]]:
