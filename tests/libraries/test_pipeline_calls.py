@@ -17,7 +17,7 @@ def graphs() -> int:
     """Return the micro-batches for which stages of this worker keep state for the backward."""
     from torch_ucx_rpc.pipeline import _host
 
-    return sum(len(stage.graphs) for one in _host.hosts_here() for stage in one.stages.by_index.values())
+    return sum(len(stage.graphs) for one in list(_host._hosts.values()) for stage in one.stages.by_index.values())
 
 
 def fail_on_the_way_back() -> None:

@@ -6,6 +6,7 @@ summed in the order in which autograd would reach them, last stage first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,9 +47,8 @@ class HalfDone(NamedTuple):
 
     roots: list[torch.Tensor]
     gradients: list[Any]
-    groups: list[dict[str, Any]] | None
-    beside: frozenset[Any] = frozenset()
-    """Nodes of the graph that outputs reach on a path without an input."""
+    parts: list[tuple[list[GradientEdge], list[torch.Tensor], set[Any]]]
+    """Edges, the gradients that arrive there, and the nodes of the weights that follow from these."""
 
 
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
@@ -59,26 +59,32 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     """
     roots, gradients = list(roots), list(gradients)
     if not roots or not inputs:
-        return HalfDone(roots, gradients, None)
+        return HalfDone(roots, gradients, [])
     find = torchs._get_grad_fn_or_grad_acc
     ends, begins, own = ([node for node in map(find, some) if node is not None] for some in (roots, inputs, weights))
-    edges = torchs.construct_reverse_graph(ends)
-    groups = torchs.get_param_groups(begins, own, edges)
-    way_to_inputs, _ = torchs.reverse_closure(begins, set(), edges)
+    reverse = torchs.construct_reverse_graph(ends)
+    way_to_inputs, _ = torchs.reverse_closure(begins, set(), reverse)
+    # Weights with a path to an output that does not meet the inputs' path are left to `weights_half`.
     beside = _reached_from(node for node in ends if node not in way_to_inputs)
-    hooks = []
-    try:
-        for group in groups:
-            group["intermediates"] = list(group["intermediates"])
-            for place, node in enumerate(group["intermediates"]):
-                hooks.append(node.register_prehook(_keeper(group, place)))
-        found = torch.autograd.grad(roots, list(inputs), gradients, retain_graph=True, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for leaf, gradient in zip(inputs, found, strict=True):
+    parts = []
+    for group in torchs.get_param_groups(begins, own, reverse):
+        nodes = set(group["params"]) - beside
+        # Autograd handles a weight that is used at several places: it adds up in the right order.
+        if len(group["intermediates"]) == 1 and nodes:
+            [node] = group["intermediates"]
+            parts.append(([GradientEdge(node, place) for place in range(len(node._input_metadata))], nodes))
+    edges = [edge for some, _ in parts for edge in some]
+    wanted: list[Any] = [*inputs, *edges]
+    found = torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    for leaf, gradient in zip(inputs, found, strict=False):
         leaf.grad = gradient
-    return HalfDone(roots, gradients, groups, beside)
+    arrived = iter(zip(edges, found[len(inputs) :], strict=True))
+    kept = []
+    for some, nodes in parts:
+        pairs = [(edge, gradient) for edge, gradient in itertools.islice(arrived, len(some)) if gradient is not None]
+        if pairs:
+            kept.append(([edge for edge, _ in pairs], [gradient for _, gradient in pairs], nodes))
+    return HalfDone(roots, gradients, kept)
 
 
 def _reached_from(nodes: Iterable[Any]) -> frozenset[Any]:
@@ -93,34 +99,13 @@ def _reached_from(nodes: Iterable[Any]) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _keeper(group: dict[str, Any], place: int) -> Any:
-    def keep(gradients: tuple[Any, ...]) -> None:
-        group.setdefault("grads", [None] * len(group["intermediates"]))[place] = gradients
-
-    return keep
-
-
 def weights_half(half: HalfDone, weights: Tensors) -> None:
     """Add the gradients that `inputs_half` has put off to the ``grad`` of ``weights``."""
-    if not half.roots:
-        return
-    if half.groups is None:
-        whole(half.roots, half.gradients)
-        return
-    # Autograd handles a weight that is used at several places: it adds up in the right order.
-    groups = [group for group in half.groups if len(group["intermediates"]) == 1 and group.get("grads")]
     weight_of = {torchs._get_grad_fn_or_grad_acc(weight): weight for weight in weights if weight.requires_grad}
-    nodes = {node for group in groups for node in group["params"]} - half.beside
-    # It also handles weights with a path to an output that does not meet the inputs' path, and weights of nodes that
-    # did not run.
+    nodes = {node for _, _, some in half.parts for node in some}
     apart = [weight for node, weight in weight_of.items() if node not in nodes]
     # backward() copies a gradient where two weights have the same one.
-    if apart:
+    if half.roots and apart:
         torch.autograd.backward(half.roots, half.gradients, retain_graph=True, inputs=apart)
-    for group in groups:
-        [node], [gradients] = group["intermediates"], group["grads"]
-        arrived = [(GradientEdge(node, place), grad) for place, grad in enumerate(gradients) if grad is not None]
-        mine = [weight_of[node] for node in group["params"] if node in nodes]
-        if arrived and mine:
-            edges, values = zip(*arrived, strict=True)
-            torch.autograd.backward(edges, values, inputs=mine)
+    for edges, gradients, some in half.parts:
+        torch.autograd.backward(edges, gradients, inputs=[weight_of[node] for node in some])

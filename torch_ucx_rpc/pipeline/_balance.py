@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_ucx_rpc.pipeline._build import restored
 from torch_ucx_rpc.pipeline._errors import PipelineError
 
 __all__ = ["balanced", "timed"]
@@ -20,27 +23,21 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     Dynamic programming finds the exact optimum; among equals the sum of squares decides, so that the other stages are
     even too.
     """
-    count = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
-    for stage in range(1, stages + 1):
-        row: dict[int, tuple[float, float, int]] = {}
-        for end in range(stage, count - (stages - stage) + 1):
-            row[end] = min(
-                (max(top, sums[end] - sums[begin]), squares + (sums[end] - sums[begin]) ** 2, begin)
-                for begin, (top, squares, _) in best[-1].items()
-                if begin < end
-            )
-        best.append(row)
-    counts: list[int] = []
-    end = count
-    for row in reversed(best[1:]):
-        begin = row[end][2]
-        counts.append(end - begin)
-        end = begin
-    return counts[::-1]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(end: int, count: int) -> tuple[float, float, tuple[int, ...]]:
+        """Divide the first ``end`` costs into ``count`` stages. Returns the dearest, the sum of squares, the counts."""
+        if count == 1:
+            return sums[end], sums[end] ** 2, (end,)
+        found = []
+        for begin in range(count - 1, end):
+            top, squares, counts = best(begin, count - 1)
+            cost = sums[end] - sums[begin]
+            found.append((max(top, cost), squares + cost**2, (*counts, end - begin)))
+        return min(found)
+
+    return list(best(len(costs), stages)[2])
 
 
 def timed(
@@ -60,9 +57,8 @@ def timed(
             found.append((name, time.perf_counter() - began[name]))
 
         hooks += [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
-    state = {name: value.clone() for name, value in model.named_buffers()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), restored(model):
             # The first run allocates memory, which takes time.
             model(*args, **kwargs)
             found.clear()
@@ -75,7 +71,4 @@ def timed(
     finally:
         for hook in hooks:
             hook.remove()
-        with torch.no_grad():
-            for name, value in model.named_buffers():
-                value.copy_(state[name])
     return found

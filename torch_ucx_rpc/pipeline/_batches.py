@@ -11,11 +11,10 @@ import torch
 from torch_ucx_rpc.pipeline._errors import PipelineError
 from torch_ucx_rpc.pipeline._partition import INPUT, StageSpec
 from torch_ucx_rpc.pipeline._recovery import Recovery
-from torch_ucx_rpc.pipeline._remote import RemoteModel
 from torch_ucx_rpc.pipeline._stage import Autocast, Request
 from torch_ucx_rpc.pipeline._values import Packet, batch_size, merge, pack, split
 
-__all__ = ["Batches", "Call", "Done"]
+__all__ = ["Batches", "Done"]
 
 
 class Done(NamedTuple):
@@ -30,24 +29,13 @@ class Done(NamedTuple):
     """For each row its actions with their times, if they were recorded."""
 
 
-class Call(NamedTuple):
-    """A forward whose graph the workers keep for a backward."""
-
-    crew: int
-    """The crew that ran it: see `RemoteModel.crews`."""
-    number: int
-    inputs: list[Any]
-    """The arguments of each micro-batch."""
-    outputs: list[Packet]
-
-
 class Batches:
     """Runs batches on a model, with the losses of workers that spares make good. It belongs to the driver's thread."""
 
-    def __init__(self, model: RemoteModel, recovery: Recovery, chunks: int) -> None:
-        self.model = model
+    def __init__(self, recovery: Recovery, chunks: int) -> None:
+        self.model = recovery.model
         self.chunks = chunks
-        self._crew = model.crew
+        self._crew = recovery.model.crew
         self._recovery = recovery
         self._numbers = itertools.count()
         # Whether the loss returns (sum, count), once that is known.
@@ -90,21 +78,18 @@ class Batches:
         output = merge([value for value, _ in last["outputs"]]) if shows_output else None
         return Done(last["loss"], last["losses"], output, [result.get("events") for result in results])
 
-    def infer(self, args: Any, kwargs: Any) -> Any:
-        """Return the output of a batch, without gradients."""
-        _, requests = self._forward(args, kwargs, grad=False)
-        results = self._run(requests, changes=self.model.training)
-        return merge([value for value, _ in results[self._crew.worker_of[-1]]["outputs"]])
-
-    def forward(self, args: Any, kwargs: Any) -> Call:
-        """Run a forward that can have a backward."""
-        inputs, requests = self._forward(args, kwargs, grad=True)
-        results = self._run(requests, changes=False)
-        if self.model.training:
+    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[int, list[Any], list[Packet]]:
+        """Run a forward. Returns its number, and the arguments and outputs of each micro-batch. With ``grad`` the
+        workers keep its graph for a backward."""
+        count, inputs, _ = self._divided(args, kwargs, ())
+        request = Request("forward", next(self._numbers), count, grad=grad, to_driver=True)
+        requests = self._requests(request, inputs)
+        changes = self.model.training
+        results = self._run(requests, changes=changes and not grad)
+        if changes and grad:
             # A repetition repeats random numbers and statistics, and has no backward.
             self._recovery.record(self._crew.each, "run", [(one._replace(grad=False),) for one in requests])
-        outputs = results[self._crew.worker_of[-1]]["outputs"]
-        return Call(self.model.crews, requests[0].call, inputs, outputs)
+        return request.call, inputs, results[self._crew.worker_of[-1]]["outputs"]
 
     def backward(self, crew: int, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
         """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns those of its inputs, by
@@ -126,11 +111,6 @@ class Batches:
         # The journal does not have these gradients; the caller is responsible for them.
         self._recovery.record_unrepeatable()
         return found
-
-    def _forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[list[Any], list[Request]]:
-        count, inputs, _ = self._divided(args, kwargs, ())
-        request = Request("forward", next(self._numbers), count, grad=grad, to_driver=True)
-        return inputs, self._requests(request, inputs)
 
     def _divided(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
         """Return the number of micro-batches, their arguments, and the targets."""

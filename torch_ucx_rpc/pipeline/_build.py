@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
-import importlib
+import io
 import operator
 import pickle
-from collections.abc import Callable, Iterable
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._C._distributed_rpc import PyRRef
-from torch.distributed.rpc.internal import _internal_rpc_pickler
 from torch.fx.graph_module import _format_import_block, _forward_from_src
 from torch.package.importer import sys_importer
 
 from torch_ucx_rpc._arguments import check_callable, wrong_value
 from torch_ucx_rpc.pipeline._partition import StageSpec
 
-__all__ = ["Built", "Traced", "on_worker", "skeleton", "travels"]
+__all__ = ["Built", "Skeleton", "Traced", "on_worker", "restored"]
 
 
 class Built:
@@ -53,23 +53,8 @@ class Built:
 
     def build(self) -> nn.Module:
         """Make the module on this worker. Raises TypeError if it is not an nn.Module."""
-        make = self.what
-        if isinstance(make, str):
-            module, _, name = make.partition(":")
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-            make = found
+        make = pkgutil.resolve_name(self.what) if isinstance(self.what, str) else self.what
         return _a_module(make(*self.args, **self.kwargs), repr(self))
-
-
-def travels(value: Any) -> bool:
-    """Whether RPC can pickle this."""
-    try:
-        _internal_rpc_pickler.serialize(value)  # type: ignore[no-untyped-call]
-    except Exception:
-        return False
-    return True
 
 
 def _a_module(made: Any, what: str) -> nn.Module:
@@ -81,12 +66,10 @@ def _a_module(made: Any, what: str) -> nn.Module:
 def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
     """Make the module of a stage on this worker."""
     made = spec.module
-    if isinstance(made, Built):
+    if isinstance(made, (Built, Skeleton)):
         made = made.build()
     elif isinstance(made, PyRRef):
         made = _a_module(made.local_value(), "the RRef of a stage")
-    elif isinstance(made, Skeleton):
-        made = made.build(device)
     placed: nn.Module = made.to(device)
     _separate(placed, [tie.name for tie in spec.ties if tie.owner != spec.index])
     return placed
@@ -100,6 +83,22 @@ def _separate(module: nn.Module, names: Iterable[str]) -> None:
         for name, one in part._parameters.items():
             if one is not None and id(one) in copies:
                 part._parameters[name] = copies[id(one)]
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Keep all buffers as they are: a second forward must not count, in batch norms or elsewhere."""
+    before = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
+    values = [(one, one.detach().clone()) for _, named in before for one in named.values() if one is not None]
+    try:
+        yield
+    finally:
+        for buffers, named in before:
+            # A forward may replace a buffer by another tensor.
+            buffers.update(named)
+        for buffer, old in values:
+            # .data does not tell autograd that a buffer which it has kept has changed.
+            buffer.data.copy_(old)
 
 
 class Traced(nn.Module):
@@ -151,46 +150,30 @@ def _function(source: str) -> Callable[..., Any]:
 
 
 class Skeleton:
-    """A module without the values that a checkpoint has: parameters and persistent buffers are on the meta device.
-
-    It is pickled, since RPC would try to send a tensor on the meta device.
-    """
+    """A module without the values that a checkpoint has: those of parameters and persistent buffers."""
 
     def __init__(self, module: nn.Module) -> None:
-        memo: dict[int, Any] = {}
-        for part in module.modules():
-            for one in part._parameters.values():
-                if one is not None:
-                    memo[id(one)] = nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
-            for name, buffer in part._buffers.items():
-                if buffer is not None and name not in part._non_persistent_buffers_set:
-                    memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        self._pickled = pickle.dumps(copy.deepcopy(module, memo))
+        file = io.BytesIO()
+        _WithoutValues(file, module).dump(module)
+        self._pickled = file.getvalue()
 
-    def build(self, device: torch.device) -> nn.Module:
-        return materialized(pickle.loads(self._pickled), device)
-
-
-def skeleton(module: Any) -> Any:
-    """Return a recipe that remakes a stage, which a checkpoint then fills."""
-    if not isinstance(module, nn.Module):
-        return module
-    try:
-        return Skeleton(module)
-    except RuntimeError:
-        # It holds a tensor with a graph, as torch.nn.utils.weight_norm makes: pickle takes it, deepcopy does not.
+    def build(self) -> nn.Module:
+        module: nn.Module = pickle.loads(self._pickled)
         return module
 
 
-def materialized(module: nn.Module, device: torch.device) -> nn.Module:
-    """Allocate memory for the tensors on the meta device only. Parts that share a tensor go on sharing it."""
-    made: dict[int, Any] = {}
-    for part in module.modules():
-        for kind in (part._parameters, part._buffers):
-            for name, one in kind.items():
-                if one is not None and one.is_meta:
-                    if id(one) not in made:
-                        empty = torch.empty_like(one, device=device)
-                        made[id(one)] = nn.Parameter(empty, one.requires_grad) if kind is part._parameters else empty
-                    kind[name] = made[id(one)]
-    return module
+class _WithoutValues(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
+        super().__init__(file)
+        self._without = {id(one) for one in module.state_dict(keep_vars=True).values()}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and id(value) in self._without:
+            is_parameter = isinstance(value, nn.Parameter)
+            return _empty, (is_parameter, value.shape, value.stride(), value.dtype, value.requires_grad)
+        return NotImplemented
+
+
+def _empty(is_parameter: bool, size: Any, stride: Any, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    made = torch.empty_strided(size, stride, dtype=dtype)
+    return nn.Parameter(made, requires_grad) if is_parameter else made

@@ -41,7 +41,7 @@ from torch_ucx_rpc._workers.lost import Gone, subscribe, timed_out, was_lost
 from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.pipeline import _host
 from torch_ucx_rpc.pipeline._errors import PipelineError, StageError, StageLostError
-from torch_ucx_rpc.pipeline._exchange import Box, close_to_send, decode, encode, open_to_send, put
+from torch_ucx_rpc.pipeline._exchange import Box, decode, encode, open_to_send, put
 from torch_ucx_rpc.pipeline._run import Failure
 
 __all__ = ["Crew", "Place", "tell"]
@@ -135,7 +135,7 @@ class _Epoch:
 
 
 class Crew:
-    """The workers of one pipeline. It belongs to the driver's thread, except `fail`, `lose` and `forget`.
+    """The workers of one pipeline. It belongs to the driver's thread, except `present` and `forget`.
 
     ``places`` has worker and device of each row of the schedule, and ``worker_of`` the row of each stage.
     """
@@ -144,13 +144,12 @@ class Crew:
         self, places: Sequence[tuple[str, str]], worker_of: Sequence[int], step_timeout: float | None = None
     ) -> None:
         self.name = f"pipeline {rpc.get_worker_info().name}-{os.getpid()}-{next(_numbers)}"
-        self.session = life().number
         self.box = Box(self.name, 0)
         self.places = [self.place(worker, device) for worker, device in places]
-        self._epoch = _Epoch(0, self.places, self.box)
+        # The present epoch.
+        self.present = _Epoch(0, self.places, self.box)
         _crews[self.name] = self
-        reference = weakref.ref(self)
-        self._unsubscribe = subscribe(lambda gone: _lose(reference, gone))
+        self._unsubscribe = subscribe(self._lose)
         self.worker_of = worker_of
         self.stages_of = [[stage for stage, of in enumerate(worker_of) if of == row] for row in range(len(places))]
         self._step_timeout = math.inf if step_timeout is None else step_timeout
@@ -161,10 +160,6 @@ class Crew:
         self._forgotten: list[int] = []
         self._slice_s = _SLICE_S if life().tells_ends else _SLICE_UNTOLD_S
         self._is_closed = False
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch.number
 
     def place(self, worker: str, device: str) -> Place:
         return Place(worker, device, f"{self.name}.{next(_numbers)}")
@@ -195,7 +190,7 @@ class Crew:
     def each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Do `do` with arguments for each worker."""
         tag = self._send(name, arguments, is_answered=True)
-        epoch = self._epoch
+        epoch = self.present
         results = self._gather(tag)
         if epoch.gone:
             epoch.end(0)
@@ -218,15 +213,15 @@ class Crew:
             encoded = [encode((is_answered, [*quiet, (name, some)])) for some in arguments]
         message = _Message(self._number, name, self._quiet)
         self._number, self._quiet = self._number + 1, {}
-        self._epoch.messages.append(message)
-        if self._epoch.gone:
-            self._epoch.end(0)
+        self.present.messages.append(message)
+        if self.present.gone:
+            self.present.end(0)
         try:
             for row, orders in enumerate(encoded):
                 self._put(row, message, orders)
         except BaseException:
             # Some workers have it, and the others do not.
-            self._epoch.end(message.number)
+            self.present.end(message.number)
             self._begin_epoch()
             raise
         return str(message.number)
@@ -234,23 +229,23 @@ class Crew:
     def _put(self, row: int, message: _Message, orders: Any) -> None:
         """Put a message into the box of a worker, or give the worker up."""
         place, watch = self.places[row], _Watch(self.places, math.inf)
-        while row not in self._epoch.gone:
+        while row not in self.present.gone:
             try:
-                put(place.host, self.epoch, place.worker, str(message.number), orders, _SLICE_S)
+                put(place.host, self.present.number, place.worker, str(message.number), orders, _SLICE_S)
                 return
             except EpochEnded:
                 return  # a message before it has failed
             except RuntimeError as error:
                 if was_lost(error):
-                    self._epoch.give_up(row, str(error))
+                    self.present.give_up(row, str(error))
                 elif timed_out(error):
-                    watch.look([row], self._epoch)
+                    watch.look([row], self.present)
                 else:
                     raise
 
     def _gather(self, tag: str) -> dict[int, Any]:
         """Return what all workers send under a tag, by row; less if the epoch ends."""
-        epoch, watch = self._epoch, _Watch(self.places, self._step_timeout)
+        epoch, watch = self.present, _Watch(self.places, self._step_timeout)
         found: dict[int, Any] = {}
         while epoch.cut is None:
             still = [row for row in range(len(self.places)) if row not in found and row not in epoch.gone]
@@ -275,22 +270,18 @@ class Crew:
 
     # --------------------------------------------------------------------------------------------------- epochs
 
-    def fail(self, host: str, failure: Failure) -> None:
-        """A host has failed. Any thread may call this."""
-        self._epoch.fail(host, failure)
-
-    def lose(self, worker: str, reason: str) -> None:
+    def _lose(self, gone: Gone) -> None:
         """A worker has ended. Any thread may call this."""
         for row, place in enumerate(self.places):
-            if place.worker == worker:
-                self._epoch.give_up(row, reason)
+            if place.worker == gone.name:
+                self.present.give_up(row, gone.reason)
 
     def _begin_epoch(self) -> None:
         """Return when all hosts that live have begun the next epoch."""
-        ended = self._epoch
+        ended = self.present
         epoch = _Epoch(ended.number + 1, self.places, self.box, ended.news)
         epoch.gone.update(ended.gone)
-        self._epoch, self._number = epoch, 0
+        self.present, self._number = epoch, 0
         # Orders that were to travel with another may not have been carried out everywhere. Repeating them does no harm.
         for message in reversed(ended.messages):
             self._quiet = {**message.quiet, **self._quiet}
@@ -313,20 +304,18 @@ class Crew:
                 f"a stage could not send to worker {failure.error}, which the driver reaches: look at the network "
                 f"between the two workers. The step has been undone; it can be tried again."
             )
-        worker, action = self.places[row].worker, failure.action
-        if action is None:
+        worker = self.places[row].worker
+        stage, _, micro_batch = failure.action or (None, None, None)
+        if stage is None:
             name = next(message.name for message in ended.messages if message.number == number)
             what = f"worker {worker!r} failed in {name.replace('_', ' ')}"
         else:
-            what = (
-                f"stage {action.stage} on worker {worker!r} failed in {failure.doing} of micro-batch "
-                f"{action.micro_batch}"
-            )
+            what = f"stage {stage} on worker {worker!r} failed in {failure.doing} of micro-batch {micro_batch}"
         return StageError(
             f"{what}: {failure.error}",
-            stage=None if action is None else action.stage,
+            stage=stage,
             worker=worker,
-            micro_batch=None if action is None else action.micro_batch,
+            micro_batch=micro_batch,
             traceback_text=failure.traceback,
         )
 
@@ -364,9 +353,8 @@ class Crew:
         """Close the stages of a place, which may be lost."""
         if place.is_here:
             _host.close(place.host)
-        with contextlib.suppress(RuntimeError):  # RPC has been shut down, or the worker has ended
-            close_to_send(place.host)
-            if not place.is_here:
+        else:
+            with contextlib.suppress(RuntimeError):  # RPC has been shut down, or the worker has ended
                 rpc.rpc_async(place.info, _host.close, (place.host,), timeout=0)
 
 
@@ -433,9 +421,4 @@ _crews: weakref.WeakValueDictionary[str, Crew] = weakref.WeakValueDictionary()
 def tell(crew: str, host: str, failure: Failure) -> None:
     """Note that a message has failed on a host. Hosts call this."""
     if (found := _crews.get(crew)) is not None:
-        found.fail(host, failure)
-
-
-def _lose(reference: weakref.ref[Crew], gone: Gone) -> None:
-    if (crew := reference()) is not None:
-        crew.lose(gone.name, gone.reason)
+        found.present.fail(host, failure)

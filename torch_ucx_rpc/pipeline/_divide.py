@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,17 @@ from torch.distributed.nn.api.remote_module import _RemoteModule
 
 from torch_ucx_rpc.pipeline._balance import balanced, timed
 from torch_ucx_rpc.pipeline._build import Built
-from torch_ucx_rpc.pipeline._partition import INPUT, Edge, Partition, Ref, StageInfo, StageSpec, parameter_count, tie
+from torch_ucx_rpc.pipeline._partition import (
+    INPUT,
+    Edge,
+    Partition,
+    Ref,
+    StageInfo,
+    StageSpec,
+    listed,
+    parameter_count,
+    tie,
+)
 from torch_ucx_rpc.pipeline._values import batch_size, split
 
 __all__ = ["divide"]
@@ -100,47 +111,23 @@ def _sequential(
             "balance must be a list with the number of layers of each stage, "
             f'"profile" or "parameters", and not {balance!r}'
         )
-    specs, infos = [], []
+    modules, infos = [], []
     place = 0
-    for index, count in enumerate(counts):
+    for count in counts:
         mine = layers[place : place + count]
         module = nn.Sequential(OrderedDict(mine))
         module.training = model.training
-        specs.append(_chained(index, stages, module))
-        infos.append(
-            StageInfo(
-                _named([name for name, _ in mine], [layer for _, layer in mine]),
-                parameter_count([layer for _, layer in mine]),
-                None if times is None else 1e3 * sum(times[place : place + count]),
-            )
-        )
+        modules.append(module)
+        time = None if times is None else 1e3 * sum(times[place : place + count])
+        infos.append(StageInfo(_named(mine), parameter_count([module]), time))
         place += count
-    tie(specs, dict(model.named_parameters(remove_duplicate=False)))
-    return Partition(specs, infos, [name for name, _ in model.named_parameters()])
+    return _chain(modules, infos, [""] * stages)
 
 
-def _named(names: Sequence[str], layers: Sequence[nn.Module]) -> str:
-    kinds: list[str] = []
-    for layer in layers:
-        kind = type(layer).__name__
-        if kinds and kinds[-1].split(" x")[0] == kind:
-            count = int(kinds[-1].partition(" x")[2] or 1) + 1
-            kinds[-1] = f"{kind} x{count}"
-        else:
-            kinds.append(kind)
-    where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    return f"{where}: {', '.join(kinds if len(kinds) < 5 else [*kinds[:2], '...', kinds[-1]])}"
-
-
-def _chained(index: int, stages: int, module: Any, prefix: str = "") -> StageSpec:
-    return StageSpec(
-        index=index,
-        module=module,
-        arguments=None if index == 0 else ((Ref(index - 1),), {}),
-        edges_in=(Edge(INPUT if index == 0 else index - 1, index),),
-        edges_out=(Edge(index, index + 1),) if index + 1 < stages else (),
-        prefix=prefix,
-    )
+def _named(layers: Sequence[tuple[str, nn.Module]]) -> str:
+    groups = [(kind, len(list(some))) for kind, some in groupby(type(layer).__name__ for _, layer in layers)]
+    names = [layers[0][0], layers[-1][0]][: len(layers)]
+    return f"{' to '.join(names)}: {listed([kind if count == 1 else f'{kind} x{count}' for kind, count in groups])}"
 
 
 def _counts(balance: Sequence[int], stages: int, layers: int) -> list[int]:
@@ -151,15 +138,9 @@ def _counts(balance: Sequence[int], stages: int, layers: int) -> list[int]:
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in balance):
         raise ValueError(f"balance={list(balance)}: each stage needs one layer at least, as a whole number.")
     if sum(balance) != layers:
-        left = layers - sum(balance)
-        place = sum(balance)
         raise ValueError(
-            f"balance={list(balance)} is for {sum(balance)} layers, but the model has {layers}: "
-            + (
-                f"layer {place} and those behind it fit no stage; add {left}."
-                if left > 0
-                else f"take {-left} away somewhere."
-            )
+            f"balance={list(balance)} is for {sum(balance)} layers, but the model has {layers}: the sum must be "
+            f"{layers}."
         )
     return list(balance)
 
@@ -167,29 +148,46 @@ def _counts(balance: Sequence[int], stages: int, layers: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------- a list of stages
 
 
-def _given(stages_given: Sequence[Any], stages: int, balance: Any) -> Partition:
-    if len(stages_given) != stages:
+def _given(given: Sequence[Any], stages: int, balance: Any) -> Partition:
+    if len(given) != stages:
         raise ValueError(
-            f"the list has {len(stages_given)} stages, but the workers run {stages}: give a stage for each worker, or "
+            f"the list has {len(given)} stages, but the workers run {stages}: give a stage for each worker, or "
             f"stages_per_worker=."
         )
     if balance is not None:
         raise ValueError("a list of stages is divided already: leave balance= away.")
-    specs, infos = [], []
-    named: dict[str, nn.Parameter] = {}
-    for index, one in enumerate(stages_given):
-        if isinstance(one, _RemoteModule):
-            one = one.get_module_rref()
+    modules = [one.get_module_rref() if isinstance(one, _RemoteModule) else one for one in given]
+    infos = []
+    for index, one in enumerate(modules):
         if not isinstance(one, (nn.Module, Built, PyRRef)):
             raise TypeError(
                 f"stage {index} is a {type(one).__name__}: a stage is an nn.Module, pipeline.Built(...), or an RRef to "
                 f"a module on its worker."
             )
-        specs.append(_chained(index, stages, one, f"{index}."))
         if isinstance(one, nn.Module):
             infos.append(StageInfo(type(one).__name__, parameter_count([one])))
-            named.update({f"{index}.{name}": value for name, value in one.named_parameters(remove_duplicate=False)})
         else:
             infos.append(StageInfo(repr(one) if isinstance(one, Built) else "RRef", None))
+    return _chain(modules, infos, [f"{index}." for index in range(stages)])
+
+
+def _chain(modules: Sequence[Any], infos: list[StageInfo], prefixes: Sequence[str]) -> Partition:
+    """Return stages that each take the whole output of the one before."""
+    specs = [
+        StageSpec(
+            index=index,
+            module=module,
+            arguments=None if index == 0 else ((Ref(index - 1),), {}),
+            edges_in=(Edge(INPUT if index == 0 else index - 1, index),),
+            edges_out=(Edge(index, index + 1),) if index + 1 < len(modules) else (),
+            prefix=prefix,
+        )
+        for index, (module, prefix) in enumerate(zip(modules, prefixes, strict=True))
+    ]
+    named = {}
+    for spec in specs:
+        if isinstance(spec.module, nn.Module):
+            own = spec.module.named_parameters(remove_duplicate=False)
+            named.update({spec.prefix + name: parameter for name, parameter in own})
     tie(specs, named)
-    return Partition(specs, infos, None)
+    return Partition(specs, infos)

@@ -21,7 +21,7 @@ from torch_ucx_rpc._arguments import (
     wrong_value,
 )
 from torch_ucx_rpc.pipeline import _host, _show
-from torch_ucx_rpc.pipeline._batches import Batches, Done
+from torch_ucx_rpc.pipeline._batches import Batches
 from torch_ucx_rpc.pipeline._crew import Crew
 from torch_ucx_rpc.pipeline._divide import divide
 from torch_ucx_rpc.pipeline._errors import PipelineError
@@ -31,6 +31,7 @@ from torch_ucx_rpc.pipeline._partition import close_to
 from torch_ucx_rpc.pipeline._recovery import Recovery
 from torch_ucx_rpc.pipeline._remote import RemoteModel
 from torch_ucx_rpc.pipeline._schedule import Schedules
+from torch_ucx_rpc.pipeline._values import merge
 
 __all__ = ["DistributedPipeline"]
 
@@ -87,7 +88,8 @@ class DistributedPipeline:
     ) -> None:
         if not isinstance(model, (nn.Module, list, tuple)):
             raise wrong_type("model", "an nn.Module, or a list of stages", model)
-        if isinstance(model, (list, tuple)) and not model:
+        stages = [model] if isinstance(model, nn.Module) else model
+        if not stages:
             raise wrong_value("model", "an nn.Module, or a list of one stage at least", model)
         if balance is not None:
             expected = 'a list with the number of layers of each stage, "profile" or "parameters"'
@@ -133,7 +135,12 @@ class DistributedPipeline:
         partition = divide(
             model, schedules.stages, balance=balance, sample=sample, split_spec=split_spec, chunks=chunks
         )
-        self._schedule = schedule
+        for worker, _ in spare_places:
+            rpc.rpc_sync(rpc.get_worker_info(worker), _host.prepare)
+        self.schedule = schedule
+        self.chunks = chunks
+        self.loss = loss
+        self.rematerialize = rematerialize
         self._crew = Crew(places, schedules.worker_of, step_timeout)
         self._model = RemoteModel(
             self._crew,
@@ -141,32 +148,10 @@ class DistributedPipeline:
             schedules,
             loss=loss,
             rematerialize=rematerialize,
-            training=any(not isinstance(one, nn.Module) or one.training for one in _modules(model)),
+            training=any(not isinstance(one, nn.Module) or one.training for one in stages),
         )
         self._recovery = Recovery(self._model, spare_places)
-        self._batches = Batches(self._model, self._recovery, chunks)
-        try:
-            for worker, _ in spare_places:
-                rpc.rpc_sync(rpc.get_worker_info(worker), _host.prepare)
-        except BaseException:
-            self._model.close()
-            raise
-
-    @property
-    def schedule(self) -> str:
-        return self._schedule
-
-    @property
-    def chunks(self) -> int:
-        return self._batches.chunks
-
-    @property
-    def loss(self) -> Callable[..., Any] | None:
-        return self._model.loss
-
-    @property
-    def rematerialize(self) -> bool:
-        return self._model.rematerialize
+        self._batches = Batches(self._recovery, chunks)
 
     @property
     def training(self) -> bool:
@@ -203,14 +188,23 @@ class DistributedPipeline:
         step has been undone: gradients that it created are removed, and its memory is freed. Statistics of batch norms
         keep what they have counted.
         """
-        self._check_loss("step")
         scale = None if scaler is None else scaler.scale_of_step()
-        _check_wishes(losses, return_outputs)
-        done = self._batches.step(args, kwargs, target, scale=scale, shows_output=return_outputs)
-        return _given(done, losses, return_outputs)
+        return self._run("step", args, kwargs, target, losses, return_outputs, scale=scale)
+
+    def _run(
+        self, name: str, args: Any, kwargs: Any, target: Any, losses: Any, return_outputs: bool, **how: Any
+    ) -> Any:
+        self._check_loss(name)
+        if losses is not None:
+            check_type("losses", list, "a list to fill", losses)
+        check_flag("return_outputs", return_outputs)
+        done = self._batches.step(args, kwargs, target, shows_output=return_outputs, **how)
+        if losses is not None:
+            losses[:] = done.losses
+        return (done.loss, done.output) if return_outputs else done.loss
 
     def _check_loss(self, name: str) -> None:
-        if self._model.loss is None:
+        if self.loss is None:
             raise PipelineError(
                 f"{name}() needs a loss: give DistributedPipeline(..., loss=...), or call pipe(x) instead"
             )
@@ -224,21 +218,19 @@ class DistributedPipeline:
         **kwargs: Any,
     ) -> Any:
         """The loss of a batch, as `step` has it, without gradients. Call `eval` before and `train` after."""
-        self._check_loss("evaluate")
-        _check_wishes(losses, return_outputs)
-        done = self._batches.step(args, kwargs, target, grad=False, shows_output=return_outputs)
-        return _given(done, losses, return_outputs)
+        return self._run("evaluate", args, kwargs, target, losses, return_outputs, grad=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch. In grad mode its backward works once, and runs on the stages.
 
-        Outputs of the micro-batches are concatenated along dimension 0. Outputs that do not fit become a list, or raise
-        PipelineError if gradients are to come back. Any number of calls may wait for their backward, so loops over the
-        model work. The workers free the memory of a call once its output is gone, at the latest in the next call.
+        Outputs of the micro-batches are concatenated along dimension 0. Outputs that do not fit become a list. Any
+        number of calls may wait for their backward, so loops over the model work. The workers free the memory of a call
+        once its output is gone, at the latest in the next call.
         """
         if torch.is_grad_enabled():
             return call_with_autograd(self._batches, args, kwargs)
-        return self._batches.infer(args, kwargs)
+        _, _, outputs = self._batches.forward(args, kwargs, grad=False)
+        return merge([value for value, _ in outputs])
 
     # ---------------------------------------------------------------------------------------------------- the model
 
@@ -249,7 +241,7 @@ class DistributedPipeline:
         Learning-rate schedulers work on the result as on any.
         """
         params = self.parameters() if params is None else params
-        return PipelineOptimizer(self._model, self._recovery, cls, params, options)
+        return PipelineOptimizer(self._recovery, cls, params, options)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the undivided model's names, and parameters with shape and dtype but without values (on the meta
@@ -369,7 +361,7 @@ class DistributedPipeline:
     def __repr__(self) -> str:
         workers = [str(self._crew.places[row]) for row in self._crew.worker_of]
         infos = self._model.partition.infos
-        return _show.table(infos, workers, self._schedule, self.chunks, self.rematerialize)
+        return _show.table(infos, workers, self.schedule, self.chunks, self.rematerialize)
 
     @property
     def workers(self) -> list[str]:
@@ -386,22 +378,6 @@ def _one_of(**names: Any) -> tuple[str, Any]:
             f"{torchs} is another name of {ours}: give one of them; got {ours}={value!r} and {torchs}={other!r}"
         )
     return given[0] if given else (next(iter(names)), None)
-
-
-def _check_wishes(losses: Any, return_outputs: Any) -> None:
-    if losses is not None:
-        check_type("losses", list, "a list to fill", losses)
-    check_flag("return_outputs", return_outputs)
-
-
-def _given(done: Done, losses: list[Any] | None, return_outputs: bool) -> Any:
-    if losses is not None:
-        losses[:] = done.losses
-    return (done.loss, done.output) if return_outputs else done.loss
-
-
-def _modules(model: nn.Module | Sequence[Any]) -> Sequence[Any]:
-    return [model] if isinstance(model, nn.Module) else model
 
 
 def _place(argument: str, worker: Any) -> tuple[str, str]:

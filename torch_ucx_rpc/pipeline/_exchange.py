@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch_ucx_rpc.channel._channel import slots
 from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.pipeline._values import to_device
 
-__all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode", "encode", "put"]
+__all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode", "encode", "open_to_send", "put"]
 
 _CPU = torch.device("cpu")
 
@@ -62,26 +60,10 @@ def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tenso
     slots().put(box, epoch, to, tag, tensors, is_single, timeout)
 
 
-# How many users each box has in this process: its owner, and those that send to it. A process may have several hosts.
-_users: collections.Counter[str] = collections.Counter()
-_changing = threading.Lock()
-
-
 def open_to_send(box: str) -> None:
-    """Open a box's channel in this process, which lets it put into the box. `close_to_send` reverses this."""
-    with _changing:
-        _users[box] += 1
-        with contextlib.suppress(ValueError):  # the box is here, in a later epoch
-            slots().advance(box, 0)
-
-
-def close_to_send(box: str) -> None:
-    """Send no more. The last user of a box closes the channel."""
-    with _changing:
-        _users[box] -= 1
-        if _users[box] == 0:
-            del _users[box]
-            slots().close(box)
+    """Open a box's channel in this process, which lets it put into the box. It stays open, which costs a name."""
+    with contextlib.suppress(ValueError):  # the box is here, in a later epoch
+        slots().advance(box, 0)
 
 
 class Box:
@@ -92,7 +74,6 @@ class Box:
         self.name = name
         self._slots = slots()
         self._is_closed = False
-        open_to_send(name)
         self.advance(epoch)
 
     def post(self, epoch: int, source: str, tag: str) -> Any:
@@ -106,11 +87,9 @@ class Box:
             self._slots.advance(self.name, epoch)
 
     def close(self) -> None:
-        """End all waits here, though others may still send. Closing twice does no harm."""
-        if not self._is_closed:
-            self._is_closed = True
-            close_to_send(self.name)
-            self._slots.close(self.name)
+        """End all waits here."""
+        self._is_closed = True
+        self._slots.close(self.name)
 
 
 class Exchange:
@@ -132,26 +111,15 @@ class Exchange:
         self._here: dict[Slot, Any] = {}
         self._posted: dict[Slot, Any] = {}
         self._expected: Iterable[Slot] = ()
-        # Boxes of other hosts that are open to send.
-        self._boxes: set[str] = set()
         self.set_routes(routes)
-
-    def __len__(self) -> int:
-        """Number of values that lie here."""
-        return len(self._here) + len(self._posted)
 
     def set_routes(self, routes: list[tuple[str, str]]) -> None:
         # Return worker and host of a stage; None for the stages that are here.
         self._routes = [None if host == self._box.name else (worker, host) for worker, host in routes]
         self._takes_device = {}
-        boxes = {route[1] for route in self._routes if route is not None}
-        for box in boxes - self._boxes:
+        for worker, box in filter(None, self._routes):
             open_to_send(box)
-        for box in self._boxes - boxes:
-            close_to_send(box)
-        self._boxes = boxes
-        for route in filter(None, self._routes):
-            self._takes_device[route[0]] = self._device.type == "cpu" or _has_device_map(route[0])
+            self._takes_device[worker] = self._device.type == "cpu" or _has_device_map(worker)
 
     @property
     def last_stage(self) -> int:
@@ -161,11 +129,6 @@ class Exchange:
         self._here.clear()
         self._posted.clear()
         self._expected = ()
-
-    def close(self) -> None:
-        self.clear()
-        while self._boxes:
-            close_to_send(self._boxes.pop())
 
     def expect(self, expected: Iterable[Slot]) -> None:
         """Announce the values that will be taken. All are posted before the first wait, so that no sender waits for

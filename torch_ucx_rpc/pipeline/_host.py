@@ -11,9 +11,9 @@ waits until `cut`, on a thread of RPC, ends the epoch: see `_crew`.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import traceback
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from torch_ucx_rpc.pipeline._exchange import (
     AbortedError,
     Box,
     Exchange,
-    close_to_send,
     decode,
     encode,
     open_to_send,
@@ -36,7 +35,7 @@ from torch_ucx_rpc.pipeline._run import Failure, failure_of
 from torch_ucx_rpc.pipeline._stages import HostConfig, Stages
 from torch_ucx_rpc.pipeline._state import part_of
 
-__all__ = ["Cut", "Host", "apply", "close", "collect", "create", "cut", "hosts_here", "prepare", "progress", "room"]
+__all__ = ["Cut", "Host", "apply", "close", "collect", "create", "cut", "prepare", "progress", "room"]
 
 
 class Cut(NamedTuple):
@@ -63,17 +62,12 @@ class Host:
         self._failure: Failure | None = None
         self._is_idle = True
         self._is_closed = False
-        self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"pipeline {config.host}", daemon=True)
+        self._made: Future[None] = Future()
 
     def start(self) -> None:
         """Start the thread. Raises the error with which making the stages fails."""
-        self._thread.start()
-        if (error := self._made.get()) is not None:
-            raise error
-        _watch()
-        if any(self.is_driven_by(gone) for gone in ended()):
-            close(self._config.host)
+        threading.Thread(target=self._work, name=f"pipeline {self._config.host}", daemon=True).start()
+        self._made.result()
 
     # ------------------------------------------------------------------------------------------- for other threads
 
@@ -109,12 +103,12 @@ class Host:
         # A new thread adopts the number of torch.set_num_threads when it asks for it.
         torch.get_num_threads()
         try:
+            # Here, since this computes too: a second thread would have a team of its own.
             self.stages = Stages(self._config, self.exchange)
         except Exception as error:
-            self._stop_sending()
-            self._made.put(error)
+            self._made.set_exception(error)
             return
-        self._made.put(None)
+        self._made.set_result(None)
         try:
             while not self._is_closed:
                 try:
@@ -125,13 +119,8 @@ class Host:
             # The driver is gone, or RPC has been shut down.
             close(self._config.host)
         finally:
-            self._stop_sending()
+            self.exchange.clear()
             self.stages.clear()
-
-    def _stop_sending(self) -> None:
-        with contextlib.suppress(RuntimeError):  # RPC has been shut down
-            self.exchange.close()
-            close_to_send(self._config.driver_box)
 
     def _carry_out_next(self) -> None:
         message = self._box.take(self.exchange.epoch, self._config.driver, str(self.exchange.number))
@@ -208,7 +197,6 @@ class Host:
 
 # ------------------------------------------------------------------------------------------ what other workers call
 
-_changing = threading.Lock()
 _hosts: dict[str, Host] = {}
 
 
@@ -222,17 +210,12 @@ def _close_of(gone: Gone) -> None:
 _watch = PerLife(lambda life: life.watch(_close_of))
 
 
-def hosts_here() -> list[Host]:
-    """All hosts on this worker."""
-    return list(_hosts.values())
-
-
-def collect(host: str, what: tuple[Any, ...]) -> dict[str, Any]:
+def collect(host: str, what: tuple[Any, ...]) -> Any:
     """Return a part of a host's state; for checkpoints, like the next two."""
     return part_of(_hosts[host].stages, *what).collect()
 
 
-def room(host: str, what: tuple[Any, ...], saved: Any) -> dict[str, Any]:
+def room(host: str, what: tuple[Any, ...], saved: Any) -> Any:
     return part_of(_hosts[host].stages, *what).room(saved)
 
 
@@ -242,22 +225,21 @@ def apply(host: str, what: tuple[Any, ...], state: dict[str, Any]) -> None:
 
 def prepare() -> None:
     """Import the modules that stages and checkpoints need, so that a spare can start quickly."""
-    import torch.distributed.checkpoint  # noqa: F401
-
     import torch_ucx_rpc.checkpoint  # noqa: F401
 
 
 def create(config: HostConfig) -> tuple[Any, str, str]:
     """Make the stages of a pipeline on this worker. Returns a description of them for the driver, or None and the
     failure with its traceback."""
-    host = Host(config)
-    with _changing:
-        _hosts[config.host] = host
+    _watch()
+    host = _hosts[config.host] = Host(config)
     try:
         host.start()
     except Exception as error:
         close(config.host)
         return None, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    if any(host.is_driven_by(gone) for gone in ended()):
+        close(config.host)
     described = {
         index: [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in stage.named_parameters()]
         for index, stage in host.stages.by_index.items()
@@ -282,8 +264,6 @@ def progress(host: str, cut: Cut | None) -> str:
 
 def close(host: str) -> None:
     """Free a pipeline's stages."""
-    with _changing:
-        found = _hosts.pop(host, None)
-    if found is not None:
+    if (found := _hosts.pop(host, None)) is not None:
         with contextlib.suppress(RuntimeError):  # RPC has been shut down
             found.close()

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from torch_ucx_rpc.pipeline._recovery import Recovery
-from torch_ucx_rpc.pipeline._remote import RemoteModel
 from torch_ucx_rpc.pipeline._scaler import GradScaler
 
 __all__ = ["PipelineOptimizer"]
@@ -24,12 +22,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        model: RemoteModel,
-        recovery: Recovery,
-        cls: type[torch.optim.Optimizer],
-        params: Any,
-        options: dict[str, Any],
+        self, recovery: Recovery, cls: type[torch.optim.Optimizer], params: Any, options: dict[str, Any]
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise TypeError(f"an optimizer's class is wanted, such as torch.optim.AdamW, and not {cls!r}")
@@ -37,12 +30,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"
             )
-        params = _proxies(params)
         # An optimizer on parameters without values does torch's own checks, and fills in defaults.
         local = cls(params, **options)
-        self._model = model
-        self._crew = model.crew
         self._recovery = recovery
+        self._model = model = recovery.model
+        self._crew = model.crew
         self._class = cls
         self._options = options
         self._number = len(model.optimizers)
@@ -146,22 +138,3 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key not in {"params", "param_names"}})
-
-
-def _proxies(params: Any) -> Any:
-    """Return what torch's optimizers take (parameters, pairs of name and parameter, or groups) without the names."""
-
-    def plain(one: Any) -> Any:
-        return one[1] if isinstance(one, tuple) else one
-
-    if isinstance(params, (torch.Tensor, str)):
-        raise TypeError("an optimizer takes a list of parameters or of groups")
-    some = list(params)
-    if some and isinstance(some[0], dict):
-        found = []
-        for group in some:
-            inside = group["params"]
-            inside = [inside] if isinstance(inside, nn.Parameter) else [plain(one) for one in inside]
-            found.append({**group, "params": inside})
-        return found
-    return [plain(one) for one in some]

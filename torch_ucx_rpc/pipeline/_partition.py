@@ -26,6 +26,7 @@ __all__ = [
     "connect",
     "fill",
     "lent_names",
+    "listed",
     "parameter_count",
     "tie",
 ]
@@ -130,7 +131,7 @@ class Partition:
 
     specs: list[StageSpec]
     infos: list[StageInfo]
-    names: list[str] | None
+    names: list[str] | None = None
     """Parameters in the order of the undivided model; None: in the order of the stages."""
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """For a traced model, returns the arguments of a call, flat, as the stages count them."""
@@ -191,12 +192,15 @@ def connect(specs: Sequence[StageSpec]) -> None:
             )
         spec.edges_in = tuple(edges)
         for edge in edges:
-            if edge.source > spec.index:
-                raise PipelineError(f"stage {spec.index} needs what stage {edge.source} makes, which comes later")
             outgoing.setdefault(edge.source, []).append(edge)
     for spec in specs[:-1]:
         spec.edges_out = tuple(outgoing.get(spec.index, ()))
     specs[-1].edges_out = ()
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return a list for ``print(pipe)``."""
+    return ", ".join(names if len(names) < 5 else [*names[:2], "...", names[-1]])
 
 
 def close_to(name: str, names: Iterable[str]) -> str:

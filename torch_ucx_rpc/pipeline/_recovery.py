@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch_ucx_rpc.pipeline._errors import PipelineError, StageLostError
 from torch_ucx_rpc.pipeline._remote import Parts, RemoteModel
@@ -23,15 +23,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class _Entry(NamedTuple):
-    """A line of the journal: a method of the crew that gives an order, and arguments with copies of their tensors."""
-
-    method: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-# Stands for gradients of ``pipe(x).backward()``. Nothing after it is written down, since nothing repeats it.
-_UNREPEATABLE = _Entry(lambda: None, ())
+# A line of the journal: a method of the crew that gives an order, and arguments with copies of their tensors. None
+# stands for gradients of ``pipe(x).backward()``. Nothing after it is written down, since nothing repeats it.
+_Entry = tuple[Callable[..., Any], tuple[Any, ...]] | None
 
 
 @dataclasses.dataclass
@@ -56,7 +50,7 @@ class Recovery:
     """
 
     def __init__(self, model: RemoteModel, spares: Sequence[tuple[str, str]]) -> None:
-        self._model = model
+        self.model = model
         self._crew = model.crew
         self._spares = list(spares)
         # The last one that is complete, if there is any, and one that is being written. Only spares need the journals.
@@ -98,20 +92,20 @@ class Recovery:
         if not self._spares or not self._checkpoints or self._playing:
             return
         journal = self._checkpoints[-1].journal
-        if not journal or journal[-1] is not _UNREPEATABLE:
-            journal.append(_Entry(method, map_tensors(lambda one: one.detach().clone(), args)))
+        if not journal or journal[-1] is not None:
+            journal.append((method, map_tensors(lambda one: one.detach().clone(), args)))
         if (written := self._checkpoints[-1].written) is not None and written.done():
             self._settle_save()
 
     def record_unrepeatable(self) -> None:
         """Write down that the workers got gradients which no recovery can repeat."""
         if self._checkpoints:
-            self._checkpoints[-1].journal.append(_UNREPEATABLE)
+            self._checkpoints[-1].journal.append(None)
 
     def _new_journal(self) -> list[_Entry]:
         return [
-            _Entry(self._crew.do, ("train", self._model.mode)),
-            _Entry(self._crew.later, ("requires_grad", self._model.requires_grad())),
+            (self._crew.do, ("train", self.model.mode)),
+            (self._crew.later, ("requires_grad", self.model.requires_grad())),
         ]
 
     # ------------------------------------------------------------------------------------------------------- a loss
@@ -131,20 +125,21 @@ class Recovery:
         [checkpoint] = self._checkpoints
         self._playing = True
         # Values that schedulers have set since the checkpoint stay: the loop has not gone back.
-        groups = [optimizer.groups_by_name() for optimizer in self._model.optimizers]
+        groups = [optimizer.groups_by_name() for optimizer in self.model.optimizers]
         try:
             while True:
                 try:
                     self._fill(lost)
                     self._begin_from(checkpoint)
-                    if any(entry is _UNREPEATABLE for entry in checkpoint.journal):
+                    entries = [entry for entry in checkpoint.journal if entry is not None]
+                    if len(entries) < len(checkpoint.journal):
                         checkpoint.journal = self._new_journal()
                         raise PipelineError(
                             f"{', '.join(map(repr, lost.workers))} has been replaced and {checkpoint.path} loaded, but "
                             f"what came after it cannot be done again, since it went through pipe(x).backward(): go on "
                             f"from the checkpoint, or save more often"
                         ) from lost
-                    for method, args in checkpoint.journal:
+                    for method, args in entries:
                         method(*args)
                 except StageLostError as again:
                     if not self._spares:
@@ -154,23 +149,19 @@ class Recovery:
                     return
         finally:
             self._playing = False
-            for optimizer, values in zip(self._model.optimizers, groups, strict=True):
+            for optimizer, values in zip(self.model.optimizers, groups, strict=True):
                 optimizer.load_groups(values)
 
     def _fill(self, lost: StageLostError) -> None:
-        """Replace each lost worker by a spare."""
-        for worker in lost.workers:
-            while True:
+        """Replace each lost worker by a spare, or by the next one if the spare is lost too or cannot make the stage."""
+        while workers := [place.worker for place in self._crew.places if place.lost]:
+            if not self._spares:
+                raise lost
+            try:
+                self.model.replace(workers[0], self._spares.pop(0))
+            except PipelineError:
                 if not self._spares:
-                    raise lost
-                try:
-                    self._model.replace(worker, self._spares.pop(0))
-                    break
-                except PipelineError:
-                    # The spare is lost too, or cannot make the stage: try the next one.
-                    if not self._spares:
-                        raise
-                    worker = next(place.worker for place in self._crew.places if place.lost)
+                    raise
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -202,7 +193,7 @@ class Recovery:
         finally:
             self._playing = playing
         where = str(Path(path).absolute())
-        count, has_gradients = len(self._model.optimizers), bool(self._spares)
+        count, has_gradients = len(self.model.optimizers), bool(self._spares)
         self._checkpoints.append(_Checkpoint(where, count, has_gradients, written, self._new_journal()))
         if not asynchronous:
             self._settle_save()
@@ -230,7 +221,7 @@ class Recovery:
         self.synchronize()
         where = str(Path(path).absolute())
         self._restore(where, self._everything())
-        self._checkpoints = [_Checkpoint(where, len(self._model.optimizers), False, None, self._new_journal())]
+        self._checkpoints = [_Checkpoint(where, len(self.model.optimizers), False, None, self._new_journal())]
 
     def _begin_from(self, saved: _Checkpoint) -> None:
         """Restore the state of all at a save. Raises StageLostError if another worker is lost during it."""
@@ -250,15 +241,15 @@ class Recovery:
         from torch_ucx_rpc import checkpoint
 
         checkpoint.load(everything, path)
-        self._model.on_loaded()
+        self.model.on_loaded()
 
     def _gradients(self) -> Parts:
-        return Parts(self._model.parts("gradients", optional=True))
+        return Parts(self.model.parts("gradients", optional=True))
 
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
         """Return the parts of a checkpoint; model and optimizers, or only the first, under their usual names."""
-        everything: dict[str, Any] = {"model": self._model}
-        for number, optimizer in enumerate(self._model.optimizers[:optimizers]):
+        everything: dict[str, Any] = {"model": self.model}
+        for number, optimizer in enumerate(self.model.optimizers[:optimizers]):
             everything["optim" if number == 0 else f"optim{number}"] = optimizer
-        everything["random"] = Parts(self._model.parts("random", optional=True, here=here))
+        everything["random"] = Parts(self.model.parts("random", optional=True, here=here))
         return everything

@@ -12,6 +12,8 @@ import torch.distributed.rpc as rpc
 from torch import nn
 from torch._C._distributed_rpc import PyRRef
 
+from torch_ucx_rpc._workers.life import life
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.pipeline import _build, _host
 from torch_ucx_rpc.pipeline._crew import Crew, tell
 from torch_ucx_rpc.pipeline._errors import PipelineError
@@ -70,7 +72,8 @@ class RemoteModel:
         self._trained = self._trained_now()
         # A spare gets the structure of a lost worker's stages from here, and the values from a checkpoint.
         for spec in self.specs:
-            spec.module = _build.skeleton(spec.module)
+            if isinstance(spec.module, nn.Module):
+                spec.module = _build.Skeleton(spec.module)
         self._finalizer = weakref.finalize(self, Crew.close, crew)
         self._finalizer.atexit = False
 
@@ -95,17 +98,17 @@ class RemoteModel:
                 loss=self.loss,
                 rematerialize=self.rematerialize,
                 driver=rpc.get_worker_info().name,
-                driver_session=crew.session,
+                driver_session=life().number,
                 driver_box=crew.name,
                 tell=tell,
-                epoch=crew.epoch,
+                epoch=crew.present.number,
                 mode=self.mode,
                 optimizers=[optimizer.description() for optimizer in self.optimizers],
             )
             try:
                 calls.append((place, rpc.rpc_async(place.info, _host.create, (config,), timeout=0)))
             except Exception as error:
-                if _build.travels(config):
+                if was_lost(error):
                     raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
                 raise PipelineError(
                     f"stages {crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules and the "

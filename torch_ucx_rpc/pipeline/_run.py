@@ -28,11 +28,7 @@ _DOING = {
 
 
 class ActionError(Exception):
-    """The code of a stage raised in an action; the cause is its exception."""
-
-    def __init__(self, action: Action) -> None:
-        super().__init__(str(action))
-        self.action = action
+    """The code of a stage raised in an action, the argument; the cause is its exception."""
 
 
 class Failure(NamedTuple):
@@ -58,7 +54,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(str(error), is_lost=True)
     action = None
     if isinstance(error, ActionError) and error.__cause__ is not None:
-        action, error = error.action, error.__cause__
+        action, error = error.args[0], error.__cause__
     # From the stage's own code on: the frames above are ours.
     frames = traceback.extract_tb(error.__traceback__)
     ours = [place for place, frame in enumerate(frames) if __package__.replace(".", "/") in frame.filename]
@@ -81,7 +77,7 @@ class Run:
         # Results for the driver: "loss", "losses", "factor", "outputs", "input_gradients", "events", as far as they
         # exist.
         self._result: dict[str, Any] = {}
-        self._events: list[tuple[Action, float, float]] | None = [] if request.record else None
+        self._events: list[tuple[Action, float, float]] = []
 
     def carry_out(self, row: Row) -> dict[str, Any]:
         """Run all actions in turn. Raises ActionError, AbortedError and LostPeerError."""
@@ -101,7 +97,7 @@ class Run:
             self._close_losses()
         if self._outputs:
             self._result["outputs"] = [packet for _, packet in sorted(self._outputs.items())]
-        if self._events is not None:
+        if self._request.record:
             self._result["events"] = self._events
         return self._result
 
@@ -110,18 +106,15 @@ class Run:
         values = [loss.value for loss in self._losses.values()]
         total = sum(values[1:], values[0])
         counts = [loss.counted for loss in self._losses.values() if loss.counted is not None]
+        is_known = self._request.is_apart or not self._request.grad
+        if counts and not (len(counts) == len(values) and is_known):
+            raise ValueError("the loss must return (sum, count) always or never")
         if counts and not sum(counts):
             raise ValueError("the counts that the loss returned with its sums are 0 for all micro-batches")
         if counts:
-            self._result["factor"] = (counts[0] or 1.0) * len(counts) / sum(counts)
+            self._result["factor"] = len(counts) / sum(counts)
         self._result["loss"] = (total / (sum(counts) or len(values))).cpu()
         self._result["losses"] = [loss.given for _, loss in sorted(self._losses.items())]
-
-    def _check_kind(self, loss: Loss) -> None:
-        is_counted = loss.counted is not None
-        others = {one.counted is not None for one in self._losses.values()}
-        if (others and others != {is_counted}) or (is_counted and self._request.grad and not self._request.is_apart):
-            raise ValueError("the loss must return (sum, count) always or never")
 
     def _whole(self, action: Action) -> Action | None:
         """Let a stage that does not divide its backward do all of it in the first half."""
@@ -158,14 +151,13 @@ class Run:
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()
         sent, loss = stage.forward(request, number, packets, is_last=is_last, goes_back_next=goes_back_next)
-        self._record(action, begin)
+        self._events.append((action, begin, time.time()))
         for target, packet in sent.items():
             if target != DRIVER:
                 self._exchange.send(("F", target, number, stage.index, 0), packet)
             else:
                 self._outputs[number] = to_device(packet, _CPU)
         if loss is not None:
-            self._check_kind(loss)
             self._losses[number] = loss
 
     def _backward(self, stage: Stage, action: Action) -> None:
@@ -181,7 +173,7 @@ class Run:
             gradients[DRIVER] = request.output_gradients[number]
         begin = time.time()
         found, owed = stage.backward((request.call, number), action.kind, gradients, tied)
-        self._record(action, begin)
+        self._events.append((action, begin, time.time()))
         for source, some in found.items():
             if source != INPUT:
                 self._exchange.send(("B", source, number, stage.index, 0), some)
@@ -191,8 +183,3 @@ class Run:
         for tie, _ in stage.ties:
             if tie.number in owed:
                 self._exchange.send(("T", tie.owner, number, stage.index, tie.number), owed[tie.number])
-
-    def _record(self, action: Action, begin: float) -> None:
-        """Record an action that began at ``begin`` and has ended now."""
-        if self._events is not None:
-            self._events.append((action, begin, time.time()))

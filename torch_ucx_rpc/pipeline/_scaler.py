@@ -95,18 +95,13 @@ class GradScaler:
         self._stepped.add(id(optimizer))
         # The new scale follows from the batch's first one, so it changes once for any number of optimizers.
         self._scale, self._good_steps = self._before
-        self._update(all(self._finite[one] for one in self._stepped))
+        if not all(self._finite[one] for one in self._stepped):
+            self._scale, self._good_steps = self._scale * self._backoff_factor, 0
+        elif self._good_steps + 1 < self._growth_interval:
+            self._good_steps += 1
+        else:
+            self._scale, self._good_steps = self._scale * self._growth_factor, 0
         return self._finite[id(optimizer)]
-
-    def _update(self, finite: bool) -> None:
-        if not finite:
-            self._scale *= self._backoff_factor
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps == self._growth_interval:
-            self._scale *= self._growth_factor
-            self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and the number of steps since it changed, for a checkpoint."""

@@ -87,11 +87,14 @@ class Schedules:
 
 def _step(name: str, workers: int, stages: int, micro_batches: int) -> Sequence[Row]:
     """Return the rows of a named schedule, of one of torch's classes by its name, or of a text; checked."""
-    key = _key(name)
-    if key == "gpipe":
-        rows = _gpipe(workers, stages, micro_batches)
-    elif key is not None:
-        rows = _interleaved(workers, stages, micro_batches, zero_bubble=key == "zero-bubble")
+    rows: Sequence[Row]
+    if name == "gpipe":
+        # Huang et al. 2019, https://arxiv.org/abs/1811.06965: all forwards, then all backwards.
+        places = [stage % workers for stage in range(stages)]
+        both = [_one_way(places, workers, kind, range(micro_batches)) for kind in "FB"]
+        rows = [ahead + back for ahead, back in zip(*both, strict=True)]
+    elif name in _NAMED:
+        rows = _interleaved(workers, stages, micro_batches, zero_bubble=name == "zero-bubble")
     elif _is_text(name):
         rows = _parse(name)
     else:
@@ -100,14 +103,8 @@ def _step(name: str, workers: int, stages: int, micro_batches: int) -> Sequence[
     return rows
 
 
-def _key(name: str) -> str | None:
-    return next((known for known in _NAMED if known.lower() == name.lower().replace("_", "-")), None)
-
-
 def _stages_per_worker(name: str) -> int:
-    if (key := _key(name)) is not None:
-        return _NAMED[key]
-    return 1 if issubclass(_class_of(name), schedules.PipelineScheduleSingle) else 2
+    return _NAMED.get(name) or (1 if issubclass(_class_of(name), schedules.PipelineScheduleSingle) else 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ text
@@ -150,14 +147,6 @@ def _one_way(worker_of: Sequence[int], workers: int, kind: str, numbers: Iterabl
     for stage in stages:
         rows[worker_of[stage]] += [Action(stage, kind, number) for number in numbers]
     return tuple(map(tuple, rows))
-
-
-def _gpipe(workers: int, stages: int, micro_batches: int) -> Sequence[Row]:
-    """Huang et al. 2019, https://arxiv.org/abs/1811.06965: all forwards, then all backwards."""
-    places = [stage % workers for stage in range(stages)]
-    ahead = _one_way(places, workers, "F", range(micro_batches))
-    back = _one_way(places, workers, "B", range(micro_batches))
-    return tuple(first + second for first, second in zip(ahead, back, strict=True))
 
 
 def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: bool) -> Sequence[Row]:

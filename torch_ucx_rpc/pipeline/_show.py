@@ -28,21 +28,14 @@ def table(infos: Sequence[StageInfo], workers: Sequence[str], schedule: str, chu
         )
         for stage, (info, worker) in enumerate(zip(infos, workers, strict=True))
     ]
-    columns = len(_HEAD) if any(row[-1] for row in rows) else len(_HEAD) - 1
-    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(columns)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            row[column].rjust(width) if column in {0, 3, 4} else row[column].ljust(width)
-            for column, width in enumerate(widths)
-        ]
-        return "  ".join(cells).rstrip()
-
+    lines = [_HEAD, *rows] if any(row[-1] for row in rows) else [row[:-1] for row in (_HEAD, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     name = schedule if "\n" not in schedule and len(schedule) < 40 else "given as text"
     head = f"DistributedPipeline: schedule {name}, {chunks} micro-batches" + (
         ", activations rematerialized" if rematerialize else ""
     )
-    return "\n".join([head, line(_HEAD), *map(line, rows)])
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([head, *table])
 
 
 # Actions of each worker, with their begin and end in seconds.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_ucx_rpc.pipeline import _backward
+from torch_ucx_rpc.pipeline._build import restored
 from torch_ucx_rpc.pipeline._partition import DRIVER, INPUT, Edge, StageSpec, fill
 from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device, unpack
 
@@ -99,8 +100,6 @@ class Stage:
         self._modes = [(part, part.training) for part in module.modules()]
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self._last_seed: tuple[Any, torch.Tensor] | None = None
-        # The last call with counted losses, and the count of its first one.
-        self._first_count = (-1, 1.0)
         # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
         self.targets = tuple(sorted((edge.target for edge in spec.edges_out), reverse=True))
         # Parameters that other stages use too, by the model's name.
@@ -201,13 +200,8 @@ class Stage:
 
     def _seed(self, loss: Loss, request: Request) -> torch.Tensor:
         """Return the gradient with which the backward begins: the same for all micro-batches, and for most steps."""
-        divisor: float = request.micro_batches
-        if loss.counted is not None:
-            # The count of the whole batch is not known yet: let each micro-batch count as the first one does. The
-            # driver then sends the factor that corrects the gradients.
-            if self._first_count[0] != request.call:
-                self._first_count = request.call, loss.counted or 1.0
-            divisor *= self._first_count[1]
+        # The count of the whole batch is not known yet: the driver sends a factor that corrects the gradients.
+        divisor = request.micro_batches
         key = loss.value.dtype, divisor, request.scale
         if self._last_seed is None or self._last_seed[0] != key:
             # Autograd divides in the same way if backward() is called on the mean over the micro-batches.
@@ -229,7 +223,7 @@ class Stage:
 
     def _rematerialization(self) -> tuple[Any, Any]:
         """Return contexts for the first forward, and for the second, which must not count a micro-batch twice."""
-        return contextlib.nullcontext(), _restored(self.module)
+        return contextlib.nullcontext(), restored(self.module)
 
     # --------------------------------------------------------------------------------------------------- backward
 
@@ -368,19 +362,3 @@ def _autocast(states: Autocast) -> Iterator[None]:
         for device, dtype in states:
             stack.enter_context(torch.autocast(device, dtype=dtype))
         yield
-
-
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Keep all buffers as they are: a second forward must not count, in batch norms or elsewhere."""
-    before = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
-    values = [(one, one.detach().clone()) for _, named in before for one in named.values() if one is not None]
-    try:
-        yield
-    finally:
-        for buffers, named in before:
-            # A forward may replace a buffer by another tensor.
-            buffers.update(named)
-        for buffer, old in values:
-            # .data does not tell autograd that a buffer which it has kept has changed.
-            buffer.data.copy_(old)

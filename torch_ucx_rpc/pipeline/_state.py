@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,21 +16,13 @@ __all__ = ["part_of"]
 Path = tuple[Any, ...]
 
 
-class _Part(Protocol):
-    def collect(self) -> dict[str, Any]:
-        """Return the state, with the living tensors."""
+def part_of(stages: Any, kind: str, *arguments: Any) -> Any:
+    """Return a part of the state of `Stages`.
 
-    def room(self, saved: Mapping[Path, Any]) -> dict[str, Any]:
-        """Return tensors to read a checkpoint into, by the metadata of what has been saved."""
-
-    def apply(self, state: dict[str, Any]) -> None:
-        """Take this state."""
-
-
-def part_of(stages: Any, kind: str, *arguments: Any) -> _Part:
-    """Return a part of the state of `Stages`."""
-    found: _Part = _KINDS[kind](stages, *arguments)
-    return found
+    ``collect()`` is the state, with the living tensors. ``room(saved)`` has tensors to read a checkpoint into, by the
+    metadata of what has been saved. ``apply(state)`` takes a state.
+    """
+    return _KINDS[kind](stages, *arguments)
 
 
 class _Model:

@@ -28,6 +28,7 @@ from torch_ucx_rpc.pipeline._partition import (
     StageSpec,
     close_to,
     connect,
+    listed,
     parameter_count,
     tie,
 )
@@ -118,27 +119,23 @@ def _traced(
         warnings.simplefilter("ignore")
         program = _export(model, args, kwargs)
         pipe = Pipe._from_traced(model, program)
-    inputs: dict[fx.Node, Ref] = {}
+    refs: dict[fx.Node, Any] = {}
     specs: list[StageSpec] = []
     output: Any = None
     for node in pipe.split_gm.graph.nodes:
         if node.op == "placeholder":
-            inputs[node] = Ref(INPUT, len(inputs))
-    refs = dict(inputs)
-
-    def look_up(node: fx.Node) -> Any:
-        return refs[node]
-
-    for node in pipe.split_gm.graph.nodes:
-        if node.op == "call_module":
-            arguments = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), look_up)
+            refs[node] = Ref(INPUT, len(refs))
+        elif node.op == "call_module":
+            arguments = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), refs.__getitem__)
+            # Fx's immutable lists and dicts cannot be pickled.
+            plain = tuple(arguments[0]), dict(arguments[1])
             index = len(specs)
             refs[node] = Ref(index)
-            specs.append(StageSpec(index, _flat_module(pipe.split_gm.get_submodule(node.target)), _plain(arguments)))
+            specs.append(StageSpec(index, _flat_module(pipe.split_gm.get_submodule(node.target)), plain))
         elif node.op == "call_function" and node.target is operator.getitem:
             refs[node] = Ref(refs[node.args[0]].source, node.args[1])
         elif node.op == "output":
-            output = fx.node.map_arg(node.args[0], look_up)
+            output = fx.node.map_arg(node.args[0], refs.__getitem__)
     leaves = list(output) if isinstance(output, (tuple, list)) else [output]
     whole = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
     if whole != Ref(len(specs) - 1):
@@ -163,12 +160,6 @@ def _flat_module(stage: nn.Module) -> fx.GraphModule:
     flat = fx.GraphModule(stage, _FlatTracer().trace(stage), "Stage")
     flat.meta = {}
     return flat
-
-
-def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace fx's immutable lists and dicts, which cannot be pickled."""
-    args, kwargs = arguments
-    return tuple(args), dict(kwargs)
 
 
 @contextlib.contextmanager
@@ -223,22 +214,23 @@ class _Fixed(NamedTuple):
 
     def check(self, leaf: Any) -> None:
         """Raise ValueError if a call gives another value."""
-        if self.shape is None:
-            if not equal(leaf, self.value):
-                self._refuse("", self.value, leaf)
-        elif not isinstance(leaf, torch.Tensor) or leaf.dim() != len(self.shape):
-            found = f"of {leaf.dim()}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-            self._refuse("", f"a tensor of {len(self.shape)} dimensions", found)
-        else:
-            for place, size in enumerate(self.shape):
-                if size is not None and leaf.shape[place] != size:
-                    self._refuse(f"dimension {place} of ", size, leaf.shape[place])
+        if (difference := self._difference(leaf)) is not None:
+            part, was, found = difference
+            raise ValueError(
+                f"{part}{self.name} was {was} when the model was traced, and is {found} in this call: what is no "
+                f"tensor, and sizes that the model depends on, are a part of a traced model. Make a pipeline with "
+                f"sample= for each of them, or divide the model by hand: a list of stages takes anything."
+            )
 
-    def _refuse(self, part: str, was: Any, found: Any) -> None:
-        raise ValueError(
-            f"{part}{self.name} was {was} when the model was traced, and is {found} in this call: what is no tensor, "
-            f"and sizes that the model depends on, are a part of a traced model. Make a pipeline with sample= for each "
-            f"of them, or divide the model by hand: a list of stages takes anything."
+    def _difference(self, leaf: Any) -> tuple[str, Any, Any] | None:
+        if self.shape is None:
+            return None if equal(leaf, self.value) else ("", self.value, leaf)
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() != len(self.shape):
+            found = f"one of {leaf.dim()}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            return "", f"a tensor of {len(self.shape)} dimensions", found
+        sizes = enumerate(zip(self.shape, leaf.shape, strict=True))
+        return next(
+            ((f"dimension {place} of ", *pair) for place, pair in sizes if pair[0] not in {None, pair[1]}), None
         )
 
 
@@ -280,7 +272,7 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any], in_spec: Any) -> tuple[
 def _layers_of(stage: nn.Module) -> str:
     names = [name for name, _ in stage.named_modules() if name]
     tops = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return ", ".join(tops if len(tops) < 5 else [*tops[:2], "...", tops[-1]]) or "(no modules)"
+    return listed(tops) or "(no modules)"
 
 
 # ------------------------------------------------------------------------------------------------- where to split

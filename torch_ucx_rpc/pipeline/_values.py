@@ -23,7 +23,6 @@ __all__ = [
     "flatten",
     "map_tensors",
     "merge",
-    "merge_leaves",
     "pack",
     "split",
     "tensors_of",
@@ -176,7 +175,9 @@ def split(values: Any, count: int) -> list[Any]:
     """
     kind = type(values)
     if isinstance(values, torch.Tensor) and values.dim() > 0:
-        return list(torch.tensor_split(values, count))
+        # Unlike torch.tensor_split, this is one node for autograd.
+        size, larger = divmod(len(values), count)
+        return list(torch.split(values, [size + 1] * larger + [size] * (count - larger)))
     if kind is tuple or kind is list:
         if not values:
             return [kind()] * count
@@ -185,10 +186,7 @@ def split(values: Any, count: int) -> list[Any]:
         columns = {key: split(one, count) for key, one in values.items()}
         return [{key: column[number] for key, column in columns.items()} for number in range(count)]
     leaves, spec = flatten(values)
-    parts = [
-        torch.tensor_split(leaf, count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
-        for leaf in leaves
-    ]
+    parts = [split(one, count) if isinstance(one, torch.Tensor) and one.dim() > 0 else [one] * count for one in leaves]
     return [pytree.tree_unflatten([part[number] for part in parts], spec) for number in range(count)]
 
 
@@ -198,17 +196,12 @@ def merge(parts: Sequence[Any]) -> Any:
     Other leaves become a list: tensors whose sizes do not fit, and values that are not equal. So do outputs of
     different structures.
     """
-    merged = merge_leaves(parts)
-    return list(parts) if merged is None else pytree.tree_unflatten(*merged)
-
-
-def merge_leaves(parts: Sequence[Any]) -> tuple[list[Any], Any] | None:
-    """Return the leaves of `merge` and their structure; None if the micro-batches' structures differ."""
     flattened = [flatten(part) for part in parts]
     spec = flattened[0][1]
     if any(other != spec for _, other in flattened):
-        return None
-    return [_merge_column(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)], spec
+        return list(parts)
+    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
+    return pytree.tree_unflatten([_merge_column(column) for column in columns], spec)
 
 
 def _merge_column(column: Sequence[Any]) -> Any:
