@@ -225,8 +225,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-forked-processes-use-the-agent",
-        "  if (forkCount_ != forkCount()) {\n",
-        "  if (false && forkCount_ != forkCount()) {\n",
+        "  if (forks_ != forkCount()) {\n",
+        "  if (false && forks_ != forkCount()) {\n",
         ("test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on",),
     ),
     Mutant(

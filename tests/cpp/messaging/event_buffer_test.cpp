@@ -34,10 +34,10 @@ class EventBufferTest : public testing::Test {
     return made;
   }
   void addRequest(uint64_t callId) {
-    events_.buffer.addRequest(message(wire::Kind::kRequest, callId));
+    events_.buffer.addMessage(message(wire::Kind::kRequest, callId));
   }
   void addAnswer(uint64_t callId) {
-    events_.buffer.addAnswer(message(wire::Kind::kResponse, callId));
+    events_.buffer.addMessage(message(wire::Kind::kResponse, callId));
   }
   void addSent(wire::Kind kind, uint64_t callId, Error error = {}) {
     auto message = std::make_unique<OutgoingMessage>();
@@ -65,7 +65,7 @@ TEST_F(EventBufferTest, AnswersComeFirstAndFailuresLast) {
   events_.buffer.addFailure(*peer_, {ErrorCode::kPeerFailed, "dead"});
   addRequest(1);
   addAnswer(2);
-  events_.buffer.addControl(*peer_, Goodbye{});
+  events_.buffer.addControl(*peer_, {wire::Kind::kGoodbye});
   addRequest(3);
   EXPECT_EQ(events_.take(), (Notes{"answer 2", "request 1", "goodbye 3", "request 3", "failure: dead 3"}))
       << "what a peer sent before its end counts";
@@ -74,7 +74,7 @@ TEST_F(EventBufferTest, AnswersComeFirstAndFailuresLast) {
 TEST_F(EventBufferTest, RequestsAndControlFramesKeepTheOrderOfArrival) {
   for (uint64_t call = 0; call < 50; call += 2) {
     addRequest(call);
-    events_.buffer.addControl(*peer_, BarrierArrive{call + 1, {}});
+    events_.buffer.addControl(*peer_, barrierArrive(call + 1, {}));
   }
   const Notes notes = events_.take();
   ASSERT_EQ(notes.size(), 50u);
@@ -171,10 +171,10 @@ TEST_F(EventBufferTest, RejectionsReachTheirHandlers) {
 }
 
 TEST_F(EventBufferTest, EveryControlFrameHasItsHandler) {
-  events_.buffer.addControl(*peer_, Leave{});
-  events_.buffer.addControl(*peer_, Acknowledge{});
-  events_.buffer.addControl(*peer_, BarrierRelease{7, {}});
-  events_.buffer.addControl(*peer_, Refused{8, {ErrorCode::kOutOfThreads, "no thread"}});
+  events_.buffer.addControl(*peer_, {wire::Kind::kLeave});
+  events_.buffer.addControl(*peer_, {wire::Kind::kAcknowledge});
+  events_.buffer.addControl(*peer_, barrierRelease(7, {}));
+  events_.buffer.addControl(*peer_, refused(8, {ErrorCode::kOutOfThreads, "no thread"}));
   events_.buffer.addJoin(9, {});
   EXPECT_EQ(events_.take(), (Notes{"join 9", "leave 3", "acknowledge 3", "release 7", "refused: no thread 8"}));
 }

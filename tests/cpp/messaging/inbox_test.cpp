@@ -62,8 +62,8 @@ class InboxTest : public testing::Test {
   // A round, as Messenger has it.
   void startDeferred() {
     inbox_.admitWaiting();
-    connections_.forEachReady([this](Connection& connection) { inbox_.startDeferred(connection); });
-    inbox_.releaseAll();
+    connections_.forEachReady([this](Connection& connection) { inbox_.receiver().startDeferred(connection); });
+    inbox_.receiver().releaseAll();
   }
   bool hasDeferred() const {
     return connections_.hasReady() || inbox_.hasMadeRoom();
@@ -110,6 +110,14 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
   for (uint64_t offset = 0; offset < spans[0].bytes; ++offset) {
     ASSERT_EQ(bytes[offset], 1 + offset / kPiece) << offset;
   }
+}
+
+TEST_F(InboxTest, APieceThatComesEagerlyIsRefused) {
+  OutgoingMessage message;
+  message.spans.push_back({std::as_bytes(std::span("span", 4))});
+  message.address(wire::Kind::kRequest, kSession + 1, 1, kSession, 1);
+  inbox_.onEager(std::as_bytes(std::span(&message.pieces[0].header, 1)), message.pieces[0].bytes);
+  EXPECT_EQ(inbox_.refusedFrames(), 1u);
 }
 
 // The other worker may take the connection's end for this worker's, and drop all later messages.
@@ -272,7 +280,7 @@ TEST_F(InboxTest, RefusedFramesAreCountedAndLoggedOnceForEachSort) {
 TEST_F(InboxTest, UnfinishedReceivesFailWhenItCloses) {
   announce(1, 1, 8 * kPiece, 1);
   startDeferred();
-  inbox_.close();
+  inbox_.receiver().close();
   while (!transport_.asked.empty()) {
     transport_.complete({ErrorCode::kCanceled, "closed"});
   }

@@ -81,24 +81,24 @@ TEST_F(MessengerTest, MessageArrivesWholeWithItsAddressing) {
   const std::span<const std::byte> arrived(static_cast<const std::byte*>(request.spans[0].data.get()), 50'000);
   EXPECT_TRUE(std::ranges::equal(arrived, std::span<const std::byte>(span)));
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{}) << "a message that arrives is no news to its sender";
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
 TEST_F(MessengerTest, LargeBodyIsFetchedIntoTheWindow) {
   post(Kind::kRequest, 1, kLarge);
-  EXPECT_EQ(one_.messenger.underWay(), 1u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 1u);
   exchangeAll();
   ASSERT_EQ(handlers_[1].takeNotes(), Notes{"request 1"});
   EXPECT_EQ(handlers_[1].requests[0].body().size(), kLarge);
   EXPECT_EQ(two_.messenger.window().inUseBytes(), kLarge);
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
 TEST_F(MessengerTest, ControlFramesReachTheirHandlersInOrder) {
   for (const Kind kind : {Kind::kLeave, Kind::kAcknowledge, Kind::kGoodbye}) {
-    one_.messenger.postControl(one_.peer(1), kind);
+    one_.messenger.postControl(one_.peer(1), {kind});
   }
-  one_.messenger.postControl(one_.peer(1), BarrierArrive{9, {{{0, 3}}, {}}});
+  one_.messenger.postControl(one_.peer(1), barrierArrive(9, {{{0, 3}}, {}}));
   exchangeAll();
   EXPECT_EQ(handlers_[1].takeNotes(), (Notes{"leave 0", "acknowledge 0", "goodbye 0", "arrive 9"}));
 }
@@ -109,7 +109,7 @@ TEST_F(MessengerTest, FailureOfAMessageToLeaveIsReportedOnce) {
   post(Kind::kRequest, 1);
   post(Kind::kResponse, 2);
   post(Kind::kRequest, 3, kLarge);
-  one_.messenger.postControl(one_.peer(1), Kind::kLeave);
+  one_.messenger.postControl(one_.peer(1), {Kind::kLeave});
   exchangeAll();
   EXPECT_EQ(
       handlers_[0].takeNotes(),
@@ -119,7 +119,7 @@ TEST_F(MessengerTest, FailureOfAMessageToLeaveIsReportedOnce) {
           "request not sent: " + why + " 3",
           "control not sent: " + why + " 1"}));
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{});
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
 TEST_F(MessengerTest, StagedBytesAreCounted) {
@@ -168,7 +168,7 @@ TEST_F(MessengerTest, CanceledRequestIsNotTakenInByItsCallee) {
   one_.messenger.cancel({{&one_.peer(1), 1}});
   exchangeAll();
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{}) << "its caller waits no longer";
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{});
 }
 
@@ -180,7 +180,7 @@ TEST_F(MessengerTest, RequestThatHasNotLeftIsGivenUpHere) {
   EXPECT_EQ(
       handlers_[0].takeNotes(),
       Notes{"request not sent: its call was given up " + std::to_string(PushShare::kMaxParts)});
-  EXPECT_EQ(one_.messenger.underWay(), PushShare::kMaxParts);
+  EXPECT_EQ(one_.messenger.traffic().underWay, PushShare::kMaxParts);
 }
 
 TEST_F(MessengerTest, EverythingUnderWayToAPeerThatIsGoneEnds) {
@@ -210,7 +210,7 @@ TEST_F(MessengerTest, AnnouncementsOfALostPeerAreForgotten) {
 
 TEST_F(MessengerTest, FailureTakesItsTurnAfterEverythingThatHasArrived) {
   post(Kind::kRequest, 1);
-  two_.messenger.submit([this] {
+  two_.messenger.progress().submit([this] {
     two_.messenger.addFailureWithWorkerLock(two_.peer(0), {ErrorCode::kPeerFailed, "its process has ended"});
     two_.messenger.drainTransportWithWorkerLock();
   });
@@ -225,7 +225,7 @@ TEST_F(MessengerTest, EndpointThatFailsIsTheFailureOfItsPeer) {
 }
 
 TEST_F(MessengerTest, PingIsAnsweredByTheThreadThatTakesItIn) {
-  one_.messenger.postControl(one_.peer(1), Kind::kPing);
+  one_.messenger.postControl(one_.peer(1), {Kind::kPing});
   two_.takeIn();
   EXPECT_FALSE(one_.peer(1).connection->silence.heardSinceCheck);
   one_.takeIn();
@@ -280,11 +280,11 @@ TEST_F(MessengerTest, DeafWorkerTellsItsNeighboursOverTheNetwork) {
 
 TEST_F(MessengerTest, NeighbourOfADeafWorkerUsesTheNetworkToo) {
   two_.peer(0).isNeighbour.store(true);
-  one_.messenger.postControl(one_.peer(1), Kind::kUseNetwork);
+  one_.messenger.postControl(one_.peer(1), {Kind::kUseNetwork});
   exchangeAll();
   EXPECT_TRUE(two_.peer(0).isOverNetwork.load());
   EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "the deaf worker has moved already";
-  two_.messenger.postControl(two_.peer(0), Kind::kUseNetwork);
+  two_.messenger.postControl(two_.peer(0), {Kind::kUseNetwork});
   exchangeAll();
   EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "a peer of another machine has no shared memory to leave";
 }
@@ -295,13 +295,13 @@ TEST_F(MessengerTest, JoinOfAStrangerIsRefusedUntilJoinsAreAccepted) {
   Handlers handlers;
   TestWorker stranger(network_, 2, membersOf(3), handlers.all);
   testing::internal::CaptureStderr();
-  stranger.messenger.postControl(stranger.peer(1), Kind::kJoin);
+  stranger.messenger.postControl(stranger.peer(1), {Kind::kJoin});
   two_.takeIn();
   EXPECT_NE(testing::internal::GetCapturedStderr().find("not a worker of this job"), std::string::npos);
   EXPECT_EQ(two_.messenger.refusedFrames(), 1u);
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{});
   two_.messenger.acceptJoins({});
-  stranger.messenger.postControl(stranger.peer(1), Kind::kJoin);
+  stranger.messenger.postControl(stranger.peer(1), {Kind::kJoin});
   two_.takeIn();
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{"join " + std::to_string(stranger.identity.session)});
   EXPECT_EQ(two_.messenger.refusedFrames(), 1u);
@@ -309,7 +309,7 @@ TEST_F(MessengerTest, JoinOfAStrangerIsRefusedUntilJoinsAreAccepted) {
 
 TEST_F(MessengerTest, MessagesWaitUntilThePeerHasAdmittedThisWorker) {
   two_.messenger.acceptJoins({});
-  one_.messenger.postControl(one_.peer(1), Kind::kJoin);
+  one_.messenger.postControl(one_.peer(1), {Kind::kJoin});
   post(Kind::kRequest, 1);
   testing::internal::CaptureStderr(); // it is a member already
   exchangeAll();
@@ -384,7 +384,7 @@ TEST_F(MessengerTest, WaitingCallerCompletesItsOwnAnswer) {
   bool isDone = false;
   Notes notes;
   while (!isDone) {
-    ASSERT_TRUE(one_.messenger.driveUntil(
+    ASSERT_TRUE(one_.messenger.progress().driveUntil(
         [&] {
           for (std::string& note : handlers_[0].takeNotes()) {
             notes.push_back(std::move(note));

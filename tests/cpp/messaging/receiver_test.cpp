@@ -37,11 +37,15 @@ class ReceiverTest : public testing::Test {
     EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "memory was not given back";
   }
 
-  static wire::Piece rendezvous(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
-    return {{}, reinterpret_cast<void*>(number), bytes, offset};
+  // As Inbox announces it, without a number.
+  wire::Piece rendezvous(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
+    Connection& from = connections_.of(peer_);
+    const uint64_t key = ~from.incoming.unnumbered++;
+    const Announcement announcement{&from, key, false, reinterpret_cast<void*>(number)};
+    return {{}, &from.incoming.announced.emplace(key, announcement).first->second, bytes, offset};
   }
-  static wire::Piece eager(const std::string& text, uint64_t offset = 0) {
-    return {Bytes(std::as_bytes(std::span(text))), nullptr, 0, offset};
+  static wire::Piece eager(const std::string& text) {
+    return {Bytes(std::as_bytes(std::span(text))), nullptr, 0};
   }
 
   Receiver::Announced announced(Kind kind, uint64_t callId, uint64_t bytes, wire::Piece body) {
@@ -111,7 +115,7 @@ TEST_F(ReceiverTest, BodyAndPiecesGetToTheirPlaces) {
   Receiver::Announced message = announced(Kind::kResponse, 1, 70, rendezvous(9, 50));
   message.assembled.spans.push_back({30, {}});
   message.assembled.spans[0].pieces.push_back(rendezvous(3, 10, 0));
-  message.assembled.spans[0].pieces.push_back(eager("0123456789", 10));
+  message.assembled.spans[0].pieces.push_back(rendezvous(5, 10, 10));
   message.assembled.spans[0].pieces.push_back(rendezvous(4, 10, 20));
   start(std::move(message));
   startDeferred();
@@ -124,7 +128,7 @@ TEST_F(ReceiverTest, BodyAndPiecesGetToTheirPlaces) {
   EXPECT_EQ(answer.totalBytes(), 80u);
   ASSERT_EQ(answer.spans.size(), 1u);
   const std::string span(static_cast<const char*>(answer.spans[0].data.get()), 30);
-  EXPECT_EQ(span, std::string(10, '\3') + "0123456789" + std::string(10, '\4'));
+  EXPECT_EQ(span, std::string(10, '\3') + std::string(10, '\5') + std::string(10, '\4'));
 }
 
 TEST_F(ReceiverTest, ShareOfTheWindowTravelsWithTheMessage) {

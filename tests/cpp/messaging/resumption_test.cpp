@@ -72,10 +72,10 @@ TEST_F(ResumptionTest, MessageOnTheWayAtAResetArrivesOverAnotherEndpoint) {
   EXPECT_EQ(notesOfTwo(), Notes{}) << "the reset has lost it";
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"broken 1"});
   EXPECT_TRUE(one_.peer(1).isResuming.load());
-  EXPECT_EQ(one_.messenger.underWay(), 1u) << "a worker that leaves waits for it";
+  EXPECT_EQ(one_.messenger.traffic().underWay, 1u) << "a worker that leaves waits for it";
   wait();
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
 TEST_F(ResumptionTest, MessageThatHasArrivedIsNotDeliveredAgain) {
@@ -106,7 +106,7 @@ TEST_F(ResumptionTest, FrameOfAnEarlierEndpointThatComesLateIsDropped) {
 TEST_F(ResumptionTest, BodyThatWasAnnouncedIsFetchedOverAnotherEndpoint) {
   const Bytes span(50'000);
   post(Kind::kRequest, 1, kLarge, span);
-  two_.messenger.submit([this] {}); // nothing is fetched yet
+  two_.messenger.progress().submit([this] {}); // nothing is fetched yet
   reset(0);
   exchangeAll();
   wait();
@@ -126,7 +126,7 @@ TEST_F(ResumptionTest, MissingMessagesAreSentAgainWhenThePeerAsks) {
   ASSERT_EQ(notesOfTwo(), Notes{"request 2"});
   wire::ReplayWindow received(1);
   ASSERT_TRUE(received.accept(2));
-  two_.messenger.postControl(two_.peer(0), Kind::kReceived, 0, encodeReceived(received, true));
+  two_.messenger.postControl(two_.peer(0), {Kind::kReceived, 0, encodeReceived(received, true)});
   exchangeAll();
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
 }
@@ -166,7 +166,7 @@ TEST_F(ResumptionTest, CallsOfThePauseWaitAndCanBeCanceled) {
   exchangeAll();
   post(Kind::kRequest, 2);
   post(Kind::kRequest, 3);
-  one_.messenger.postControl(one_.peer(1), Kind::kLeave);
+  one_.messenger.postControl(one_.peer(1), {Kind::kLeave});
   one_.messenger.cancel({{&one_.peer(1), 2}});
   EXPECT_EQ(handlers_[0].takeNotes(), (Notes{"broken 1", "request not sent: its call was given up 2"}));
   wait();
@@ -231,7 +231,7 @@ TEST(FailedMessageTest, PongsTakeThePlaceOfFramesThatNeverLeave) {
   two.advance(milliseconds(25));
   exchange(one, two);
   EXPECT_EQ(one.peer(1).resendBytes.load(), 0u);
-  EXPECT_EQ(one.messenger.underWay(), 0u);
+  EXPECT_EQ(one.messenger.traffic().underWay, 0u);
 }
 
 // Messages of all sizes both ways, over connections that lose, double, delay and reset.
@@ -321,7 +321,7 @@ TEST_P(HardshipTest, EachMessageArrivesOnce) {
   EXPECT_EQ(arrived_, expected_);
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
   EXPECT_EQ(two_.peer(0).resendBytes.load(), 0u);
-  EXPECT_EQ(one_.messenger.underWay() + two_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay + two_.messenger.traffic().underWay, 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, HardshipTest, testing::Range(1u, 21u));

@@ -428,7 +428,7 @@ TEST_F(SealedCallClientTest, RequestWhoseTimeRanOutBeforeItWasPostedIsTakenBack)
   EXPECT_EQ(rpcFailure(future)->kind(), Kind::kTimedOut);
   exchange(one_, two_);
   EXPECT_TRUE(callee_.requests.empty());
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
 TEST_F(CallClientTest, AbandonedRequestIsNotTakenInUnlessItMustRun) {
@@ -459,7 +459,7 @@ TEST_F(CallClientTest, CallsToAPeerThatIsLostFailAndOthersDoNot) {
   const auto later = rpcFailure(call());
   ASSERT_TRUE(later);
   EXPECT_EQ(later->kind(), Kind::kWorkerLost) << "nor is a new call sent";
-  EXPECT_EQ(one_.messenger.underWay(), 0u);
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
 TEST_F(CallClientTest, CallsToAPeerThatHasLeftOrIsLeavingFailAsSuch) {

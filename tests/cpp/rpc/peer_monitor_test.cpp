@@ -93,7 +93,7 @@ TEST_F(PeerMonitorTest, ObserversHearOfAnEndOnceInOrderAfterTheStateHasChanged) 
 }
 
 TEST_F(PeerMonitorTest, GoodbyeOfAPeerIsItsEndInGoodOrder) {
-  two_.messenger.postControl(two_.peer(0), wire::Kind::kGoodbye);
+  two_.messenger.postControl(two_.peer(0), {wire::Kind::kGoodbye});
   one_.takeIn();
   EXPECT_EQ(takeNotes(), told("w1 left"));
   const RpcFailure failed = one_.peer(1).failureOfGone();
@@ -120,7 +120,7 @@ TEST_F(PeerMonitorTest, FailureLosesThePeerAndKeepsTheCause) {
 }
 
 TEST_F(PeerMonitorTest, EndOfAnEndpointIsAFailure) {
-  one_.messenger.postControl(one_.peer(1), wire::Kind::kLeave);
+  one_.messenger.postControl(one_.peer(1), {wire::Kind::kLeave});
   network_.kill("address 1");
   one_.takeIn();
   EXPECT_EQ(takeNotes(), told("w1 failed"));
@@ -129,7 +129,7 @@ TEST_F(PeerMonitorTest, EndOfAnEndpointIsAFailure) {
 
 TEST_F(PeerMonitorTest, ControlFrameThatDoesNotLeaveLosesThePeer) {
   two_.close(); // before this worker would have connected
-  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   EXPECT_EQ(takeNotes(), told("w1 failed")) << "a worker may wait for it";
 }
 
@@ -211,7 +211,7 @@ TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
   monitor_.watch(memberOf(0), one_.directory.all());
   EXPECT_TRUE(one_.peer(1).needsHeartbeat.load()) << "it is on another machine";
   EXPECT_FALSE(one_.peer(0).needsHeartbeat.load()) << "a worker does not watch itself";
-  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge); // makes the endpoint
+  one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge}); // makes the endpoint
   for (int time = 0; time < 100; ++time) {
     beat(1);
     two_.takeIn(); // and answers
@@ -223,7 +223,7 @@ TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
 
 TEST_F(PeerMonitorTest, PeerThatStaysSilentIsLostAfterTheLimit) {
   monitor_.watch(memberOf(0), one_.directory.all());
-  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   beat(20); // the limit, and the time of a retransmission
   EXPECT_EQ(takeNotes(), Notes{});
   beat(20);
@@ -234,9 +234,9 @@ TEST_F(PeerMonitorTest, PeerThatStaysSilentIsLostAfterTheLimit) {
 
 TEST_F(PeerMonitorTest, WaitingMessageIsNoSilence) {
   monitor_.watch(memberOf(0), one_.directory.all());
-  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   for (int time = 0; time < 100; ++time) {
-    two_.messenger.postControl(two_.peer(0), wire::Kind::kPong);
+    two_.messenger.postControl(two_.peer(0), {wire::Kind::kPong});
     beat(1); // which takes it in
   }
   EXPECT_EQ(takeNotes(), Notes{});
@@ -244,7 +244,7 @@ TEST_F(PeerMonitorTest, WaitingMessageIsNoSilence) {
 
 TEST_F(PeerMonitorTest, ClosedAgentAsksNoPeer) {
   monitor_.watch(memberOf(0), one_.directory.all());
-  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   one_.lifetime.close();
   beat(100);
   EXPECT_EQ(takeNotes(), Notes{});
@@ -268,12 +268,12 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
   mine_.peers = &patient;
   patient.watch(memberOf(0), {&peer});
 
-  one_.messenger.postControl(peer, wire::Kind::kAcknowledge); // makes the endpoint
+  one_.messenger.postControl(peer, {wire::Kind::kAcknowledge}); // makes the endpoint
   peer.connection->silence.heardSinceCheck = true;
   one_.advance(3 * kLimit); // it is met
   ::close(port);
   // The connection ends, and the port refuses another.
-  EXPECT_TRUE(one_.messenger.driveUntil([&] { return peer.connection->silence.isDoubted; }, {}));
+  EXPECT_TRUE(one_.messenger.progress().driveUntil([&] { return peer.connection->silence.isDoubted; }, {}));
   EXPECT_EQ(takeNotes(), Notes{});
   one_.advance(3 * kLimit);
   EXPECT_EQ(takeNotes(), Notes{"first: w7 failed"});

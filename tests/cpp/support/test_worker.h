@@ -113,7 +113,7 @@ class TestWorker {
 
   // Takes in arrived frames, and hands out the events like a thread that only submitted an operation.
   void takeIn() {
-    messenger.submit([this] { messenger.drainTransportWithWorkerLock(); });
+    messenger.progress().submit([this] { messenger.drainTransportWithWorkerLock(); });
   }
 
   // Takes in arrived frames like a leading agent thread. Call it only if a frame has arrived.
@@ -149,7 +149,7 @@ class TestWorker {
     timer.stop();
     const auto wakeLeader = [this] {
       leader_.end();
-      messenger.wake();
+      messenger.progress().wake();
     };
     EXPECT_EQ(executor->stop(kPatience, wakeLeader), 0u);
     messenger.close(0);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "rpc/statistics.h"
+#include "rpc/reports.h"
 
 #include <algorithm>
 #include <cstdint>

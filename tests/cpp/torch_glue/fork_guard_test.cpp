@@ -1,22 +1,36 @@
-// Processes that are forked from an agent's: they are counted, and leave its objects alone.
+// Processes that are forked from an agent's: they are refused, and leave its objects alone.
 
 #include "torch_glue/fork_guard.h"
 
+#include "base/rpc_failure.h"
 #include "fake_rpc_agent.h"
 #include "forked_process.h"
+#include "torch_messages.h"
 
 #include <gtest/gtest.h>
 
-#include <cstdint>
 #include <memory>
 
 namespace torch_ucx_rpc {
 namespace {
 
-TEST(ForkGuardTest, EachForkIsCounted) {
-  const uint64_t before = forkCount();
-  EXPECT_TRUE(inForkedProcess([&] { return forkCount() == before + 1; }));
-  EXPECT_EQ(forkCount(), before);
+TEST(ProcessGuardTest, OnlyTheAgentsOwnProcessMayUseIt) {
+  const ProcessGuard guard("w0");
+  EXPECT_NO_THROW(guard.check());
+  EXPECT_TRUE(inForkedProcess([&] {
+    const auto failed = rpcFailureOf([&] { guard.check(); });
+    return failed && failed->kind() == RpcFailure::Kind::kForked && contains(failed->what(), "forked from worker 'w0'");
+  }));
+  EXPECT_NO_THROW(guard.check()) << "the parent goes on";
+}
+
+TEST(ProcessGuardTest, ForkedProcessMayHaveAnAgentOfItsOwn) {
+  const ProcessGuard parents("w0");
+  EXPECT_TRUE(inForkedProcess([] {
+    const ProcessGuard own("w1");
+    own.check();
+    return inForkedProcess([&] { return rpcFailureOf([&] { own.check(); }).has_value(); });
+  }));
 }
 
 TEST(ForkGuardTest, ForkedProcessNeverDestroysAnObjectThatIsKept) {

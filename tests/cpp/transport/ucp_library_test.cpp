@@ -1,7 +1,7 @@
 #include "transport/ucp/ucp_library.h"
 
 #include "transport/ucp/device_sharing.h"
-#include "transport/ucp/ucp_version.h"
+#include "transport/ucp/ucp_transport.h"
 #include "transport/ucp/worker_address.h"
 
 #include "ucp_lanes.h"

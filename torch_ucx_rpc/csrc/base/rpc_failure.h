@@ -31,17 +31,18 @@ class RpcFailure : public std::runtime_error {
 
   // The parts of the sentence that programs may want alone. A part is empty if this worker does not know it.
   struct Details {
-    std::string name; // of the worker that the sentence is about
-    std::optional<int> rank;
-    std::string host;
-    std::string cause;
-    std::string resource; // "memory", "files", "threads"
-    std::optional<std::chrono::milliseconds> timeout;
-    std::string group; // of a channel
-    std::optional<uint64_t> epoch; // that the worker is in
+    std::string name = {}; // of the worker that the sentence is about
+    std::optional<int> rank = {};
+    std::string host = {};
+    std::string cause = {};
+    std::string resource = {}; // "memory", "files", "threads"
+    std::optional<std::chrono::milliseconds> timeout = {};
+    std::string group = {}; // of a channel
+    std::optional<uint64_t> epoch = {}; // that the worker is in
   };
 
-  RpcFailure(Kind kind, const std::string& sentence, Details details = {})
+  RpcFailure(Kind kind, const std::string& sentence) : std::runtime_error(sentence), kind_(kind) {}
+  RpcFailure(Kind kind, const std::string& sentence, Details details)
       : std::runtime_error(sentence), kind_(kind), details_(std::move(details)) {}
 
   Kind kind() const {

@@ -267,7 +267,8 @@ void bindAgents(py::module_& module) {
       .def_readwrite("stream_priority", &AgentOptions::streamPriority);
 
   using torch::distributed::rpc::RpcAgent;
-  // For functions that may wait for the worker lock, for a peer, or for a thread that waits for the GIL.
+  // torch has bound what RpcAgent has. NoGil is for functions that may wait for the worker lock, for a peer, or for a
+  // thread that waits for the GIL.
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(
@@ -354,7 +355,6 @@ void bindAgents(py::module_& module) {
           },
           py::arg("future"),
           NoGil())
-      .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())
       .def(
           "shutdown",
           [](UcxRpcAgent& agent) {
@@ -379,11 +379,7 @@ void bindAgents(py::module_& module) {
           [](const UcxRpcAgent& agent, worker_id_t id) -> const WorkerInfo& { return agent.getWorkerInfo(id); },
           py::arg("id"),
           py::return_value_policy::copy)
-      .def("get_worker_infos", &UcxRpcAgent::getWorkerInfos, NoGil())
-      .def("get_debug_info", &UcxRpcAgent::getDebugInfo, NoGil())
-      .def("get_metrics", &UcxRpcAgent::getMetrics, NoGil())
-      .def("_statistics", &statisticsOf)
-      .def("_get_device_map", &UcxRpcAgent::getDeviceMap, py::arg("dst"), NoGil());
+      .def("_statistics", &statisticsOf);
 
   py::class_<FaultyUcxRpcAgent, UcxRpcAgent, std::shared_ptr<FaultyUcxRpcAgent>>(module, "FaultyUcxRpcAgent")
       .def(

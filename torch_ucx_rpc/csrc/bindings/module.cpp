@@ -8,7 +8,7 @@
 #include "tensors/device_copy.h"
 #include "torch_glue/name_lookups.h"
 #include "torch_glue/torch_state.h"
-#include "transport/ucp/ucp_version.h"
+#include "transport/ucp/ucp_transport.h"
 #include "wire/header.h"
 
 #include <cstddef>

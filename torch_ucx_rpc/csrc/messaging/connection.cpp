@@ -70,9 +70,13 @@ std::vector<Receiving::Entry>::iterator Connection::Incoming::next() {
 }
 
 bool Connection::waitsForDevice() const {
-  return !outgoing.unready.empty() || std::ranges::any_of(incoming.starting, [](Receiving::Entry receiving) {
-    return receiving->isPlanned && receiving->allocation == nullptr;
-  });
+  const auto isForDevice = [](const std::unique_ptr<OutgoingMessage>& message) {
+    return message->waitsFor == OutgoingMessage::Wait::kDevice;
+  };
+  return std::ranges::any_of(outgoing.held, isForDevice) ||
+      std::ranges::any_of(incoming.starting, [](Receiving::Entry receiving) {
+           return receiving->isPlanned && receiving->allocation == nullptr;
+         });
 }
 
 Connection* Connections::find(EndpointId endpoint) const {

@@ -138,31 +138,20 @@ class Connection {
   std::list<Path> paths = std::list<Path>(1);
   struct Outgoing {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
-    Messages unadmitted; // wait until the peer admits this worker
-    Messages unready; // wait until a device has computed their tensors
+    Messages held; // see OutgoingMessage::Wait
     std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // for their turn, by call id
-    Messages stranded; // see Outbox::hasStranded()
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have
     bool isBroken = false; // an operation has failed over the endpoint
-    size_t underWay = 0; // messages that the transport has not finished, or has not been given; not the unadmitted
+    size_t underWay = 0; // messages that the transport has not finished, or that wait for their turn
   } outgoing;
-
-  // A rendezvous with a number that has not been received yet. If its endpoint fails, the peer announces it again, over
-  // another one and with the same number. The piece of the message keeps a pointer to it.
-  struct Announcement {
-    Connection* from;
-    uint64_t number;
-    void* rendezvous; // null while the transport receives it, and while it is awaited again
-    void* again = nullptr; // a later announcement; used if `rendezvous` fails
-    bool isBeingReceived = false;
-  };
 
   // Changed by Receiver and by Inbox.
   struct Incoming {
     wire::ReplayWindow received{1}; // frames with numbers
-    std::map<uint64_t, Announcement> announced; // by number
+    std::map<uint64_t, Announcement> announced; // by number; those without one by a key from the upper end
+    uint64_t unnumbered = 0; // how many of these have come
     uint64_t unacknowledgedBytes = 0; // of frames since one has left that acknowledges all
     bool isOwing = false; // in Connections::owing
     std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again

@@ -35,7 +35,7 @@ ErrorCode codeOf(RefusalReason reason) {
 
 // A record, and a sentence after it.
 template <typename Record>
-Bytes bodyOf(const Record& record, const std::string& sentence = {}) {
+Bytes bodyOf(const Record& record, const std::string& sentence) {
   Bytes body(std::as_bytes(std::span(&record, 1)));
   body.append(sentence.data(), sentence.size());
   return body;
@@ -101,73 +101,64 @@ std::optional<Barrier::Arrivals> arrivalsOf(const Bytes& body) {
   return arrivals;
 }
 
-struct Encoder {
-  EncodedControl operator()(const Goodbye& /*frame*/) const {
-    return {Kind::kGoodbye, 0, {}};
-  }
-  EncodedControl operator()(const Leave& /*frame*/) const {
-    return {Kind::kLeave, 0, {}};
-  }
-  EncodedControl operator()(const Acknowledge& /*frame*/) const {
-    return {Kind::kAcknowledge, 0, {}};
-  }
-  EncodedControl operator()(const BarrierArrive& frame) const {
-    return {Kind::kBarrierArrive, frame.round, bodyOf(frame.arrivals)};
-  }
-  EncodedControl operator()(const BarrierRelease& frame) const {
-    const auto& [sum, lost] = frame.result;
-    return {Kind::kBarrierRelease, frame.round, bodyOf(wire::BarrierRelease{sum, lost ? 1u : 0u, 0}, lost.message())};
-  }
-  EncodedControl operator()(const Refused& frame) const {
-    return {Kind::kRefused, frame.callId, bodyOf(wire::Refusal{reasonOf(frame.why.code()), 0}, frame.why.message())};
-  }
-  EncodedControl operator()(const Taken& frame) const {
-    return {Kind::kTaken, frame.bytes, {}};
-  }
-  EncodedControl operator()(const PutRefused& frame) const {
-    return {Kind::kPutRefused, frame.epoch, Bytes(std::as_bytes(std::span(frame.group)))};
-  }
-};
-
 } // namespace
 
-EncodedControl encodeControl(const ControlFrame& frame) {
-  return std::visit(Encoder(), frame);
+ControlFrame barrierArrive(uint64_t round, const Barrier::Arrivals& arrivals) {
+  return {Kind::kBarrierArrive, round, bodyOf(arrivals)};
 }
 
-std::optional<ControlFrame> decodeControl(const wire::Header& header, const Bytes& body) {
-  switch (header.kind) {
+ControlFrame barrierRelease(uint64_t round, const Barrier::Result& result) {
+  const auto& [sum, lost] = result;
+  return {Kind::kBarrierRelease, round, bodyOf(wire::BarrierRelease{sum, lost ? 1u : 0u, 0}, lost.message())};
+}
+
+ControlFrame refused(uint64_t callId, const Error& why) {
+  return {Kind::kRefused, callId, bodyOf(wire::Refusal{reasonOf(why.code()), 0}, why.message())};
+}
+
+ControlFrame putRefused(std::string_view group, uint64_t epoch) {
+  return {Kind::kPutRefused, epoch, Bytes(std::as_bytes(std::span(group)))};
+}
+
+void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFrame& frame) {
+  const Bytes& body = frame.body;
+  switch (frame.kind) {
     case Kind::kGoodbye:
-      return Goodbye{};
+      handlers.peers->onGoodbye(from);
+      return;
     case Kind::kLeave:
-      return Leave{};
+      handlers.group->onLeave(from);
+      return;
     case Kind::kAcknowledge:
-      return Acknowledge{};
+      handlers.group->onAcknowledge(from);
+      return;
     case Kind::kRefused:
       if (const auto refusal = recordOf<wire::Refusal>(body)) {
-        return Refused{header.callId, {codeOf(refusal->reason), sentenceAfter<wire::Refusal>(body)}};
+        handlers.answers->onRefused(from, frame.callId, {codeOf(refusal->reason), sentenceAfter<wire::Refusal>(body)});
       }
-      return std::nullopt;
+      return;
     case Kind::kBarrierArrive:
-      if (std::optional<Barrier::Arrivals> arrivals = arrivalsOf(body)) {
-        return BarrierArrive{header.callId, std::move(*arrivals)};
+      if (const std::optional<Barrier::Arrivals> arrivals = arrivalsOf(body)) {
+        handlers.group->onBarrierArrive(from, frame.callId, *arrivals);
       }
-      return std::nullopt;
+      return;
     case Kind::kBarrierRelease:
       if (const auto release = recordOf<wire::BarrierRelease>(body)) {
         Barrier::Result result{release->sum, {}};
         if (release->lost != 0) {
           result.lost = {ErrorCode::kPeerFailed, sentenceAfter<wire::BarrierRelease>(body)};
         }
-        return BarrierRelease{header.callId, std::move(result)};
+        handlers.group->onBarrierRelease(from, frame.callId, result);
       }
-      return std::nullopt;
+      return;
     case Kind::kTaken:
-      return Taken{header.callId};
+      handlers.puts->onTaken(from, frame.callId);
+      return;
     case Kind::kPutRefused:
-      return PutRefused{{reinterpret_cast<const char*>(body.data()), body.size()}, header.callId};
+      handlers.puts->onPutRefused(from, {reinterpret_cast<const char*>(body.data()), body.size()}, frame.callId);
+      return;
     default:
-      return std::nullopt;
+      return;
   }
 }
 

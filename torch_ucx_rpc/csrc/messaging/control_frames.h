@@ -2,7 +2,9 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "messaging/event_handlers.h"
 #include "peers/barrier.h"
+#include "peers/peer.h"
 #include "wire/header.h"
 #include "wire/replay_window.h"
 
@@ -11,48 +13,27 @@
 #include <map>
 #include <optional>
 #include <span>
-#include <string>
-#include <variant>
+#include <string_view>
 
 namespace torch_ucx_rpc {
 
-// Control frames that handlers hear of. The other kinds have no body, and concern connections alone.
-struct Goodbye {};
-struct Leave {};
-struct Acknowledge {};
-struct BarrierArrive {
-  uint64_t round = 0;
-  Barrier::Arrivals arrivals;
-};
-struct BarrierRelease {
-  uint64_t round = 0;
-  Barrier::Result result;
-};
-struct Refused {
+// A control frame without its header's other fields. wire/header.h says what each kind has.
+struct ControlFrame {
+  wire::Kind kind{};
   uint64_t callId = 0;
-  Error why; // the receiver distinguishes only the codes of wire::RefusalReason
+  Bytes body = {};
 };
-struct Taken {
-  uint64_t bytes = 0;
-};
-struct PutRefused {
-  std::string group;
-  uint64_t epoch = 0; // that the receiver is in
-};
-using ControlFrame =
-    std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused, Taken, PutRefused>;
 
-// A control frame on the wire. wire/header.h has its bodies.
-struct EncodedControl {
-  wire::Kind kind;
-  uint64_t callId;
-  Bytes body;
-};
-EncodedControl encodeControl(const ControlFrame& frame);
+// The frames with a body.
+ControlFrame barrierArrive(uint64_t round, const Barrier::Arrivals& arrivals);
+ControlFrame barrierRelease(uint64_t round, const Barrier::Result& result);
+// The receiver distinguishes only the codes of wire::RefusalReason.
+ControlFrame refused(uint64_t callId, const Error& why);
+ControlFrame putRefused(std::string_view group, uint64_t epoch);
 
-// Nothing for a frame of another kind, or for one that is too short. Such a frame is dropped: no worker waits for an
-// answer to it.
-std::optional<ControlFrame> decodeControl(const wire::Header& header, const Bytes& body);
+// Hands a frame to its handler. A frame that is too short is dropped, since no worker waits for an answer to it, and
+// so is one of a kind that no handler hears of.
+void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFrame& frame);
 
 // The body of kReceived.
 struct ReceivedFrames {

@@ -22,8 +22,8 @@ constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
 DeviceWatch::DeviceWatch(const MessengerParts& parts, const DevicesInUse& devices)
     : MessengerParts(parts),
       devices_(devices),
-      askTask_(timer_.add("ask devices", [this](Timer::TimePoint /*now*/) { return ask(); })),
-      collectionTask_(timer_.add("collect device memory", [this](Timer::TimePoint now) { return collect(now); })) {}
+      askTask_(timer_.add([this](Timer::TimePoint /*now*/) { return ask(); })),
+      collectionTask_(timer_.add([this](Timer::TimePoint now) { return collect(now); })) {}
 
 void DeviceWatch::beginRoundWithWorkerLock() {
   assertHoldsWorkerLock();

@@ -64,7 +64,8 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
         if (auto* request = std::get_if<IncomingMessage>(&event)) {
           handlers->requests->onRequest(std::move(*request));
         } else {
-          dispatchControl(*handlers, std::get<Control>(event));
+          const auto& [from, frame] = std::get<Control>(event);
+          dispatchControl(*handlers, *from, frame);
         }
       }
       for (Failure& failure : failures) {
@@ -132,39 +133,6 @@ void EventBuffer::Batch::dispatchRejection(Rejection& rejection) {
   } else {
     buffer_.handlers_.answers->onAnswerRejected(*rejection.from, rejection.header.callId, rejection.why);
   }
-}
-
-void EventBuffer::Batch::dispatchControl(const EventHandlers& handlers, Control& control) {
-  struct Visitor {
-    const EventHandlers& handlers;
-    Peer& from;
-
-    void operator()(const Goodbye& /*frame*/) const {
-      handlers.peers->onGoodbye(from);
-    }
-    void operator()(const Leave& /*frame*/) const {
-      handlers.group->onLeave(from);
-    }
-    void operator()(const Acknowledge& /*frame*/) const {
-      handlers.group->onAcknowledge(from);
-    }
-    void operator()(const BarrierArrive& frame) const {
-      handlers.group->onBarrierArrive(from, frame.round, frame.arrivals);
-    }
-    void operator()(const Refused& frame) const {
-      handlers.answers->onRefused(from, frame.callId, frame.why);
-    }
-    void operator()(const BarrierRelease& frame) const {
-      handlers.group->onBarrierRelease(from, frame.round, frame.result);
-    }
-    void operator()(const Taken& frame) const {
-      handlers.puts->onTaken(from, frame.bytes);
-    }
-    void operator()(const PutRefused& frame) const {
-      handlers.puts->onPutRefused(from, frame.group, frame.epoch);
-    }
-  };
-  std::visit(Visitor{handlers, *control.from}, control.frame);
 }
 
 } // namespace torch_ucx_rpc

@@ -32,25 +32,12 @@ class EventBuffer {
 
   // All of these need the worker lock:
   void addMessage(IncomingMessage message) {
-    switch (message.header.kind) {
-      case wire::Kind::kRequest:
-        addRequest(std::move(message));
-        return;
-      case wire::Kind::kPut:
-        addPut(std::move(message));
-        return;
-      default:
-        addAnswer(std::move(message));
+    const wire::Kind kind = message.header.kind;
+    if (kind == wire::Kind::kRequest) {
+      pending().inOrder.emplace_back(std::move(message));
+    } else {
+      (kind == wire::Kind::kPut ? pending().puts : pending().answers).push_back(std::move(message));
     }
-  }
-  void addAnswer(IncomingMessage answer) {
-    pending().answers.push_back(std::move(answer));
-  }
-  void addPut(IncomingMessage value) {
-    pending().puts.push_back(std::move(value));
-  }
-  void addRequest(IncomingMessage request) {
-    pending().inOrder.emplace_back(std::move(request));
   }
   void addControl(Peer& from, ControlFrame frame) {
     pending().inOrder.emplace_back(Control{&from, std::move(frame)});
@@ -144,7 +131,6 @@ class EventBuffer {
     void dispatchWork(bool mayDoLast);
     void dispatchSent(OutgoingMessage& message);
     void dispatchRejection(Rejection& rejection);
-    static void dispatchControl(const EventHandlers& handlers, Control& control);
 
     EventBuffer& buffer_;
   };

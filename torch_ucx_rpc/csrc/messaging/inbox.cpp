@@ -82,11 +82,12 @@ bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t by
   return true;
 }
 
-Connection::Announcement* Inbox::announce(Connection& from, const wire::Header& header, void* rendezvous) {
+Announcement* Inbox::announce(Connection& from, const wire::Header& header, void* rendezvous) {
   Connection::Incoming& incoming = from.incoming;
-  const auto [entry, isNew] =
-      incoming.announced.try_emplace(header.sequence, Connection::Announcement{&from, header.sequence, rendezvous});
-  Connection::Announcement& announcement = entry->second;
+  const bool isNumbered = header.sequence != 0;
+  const uint64_t key = isNumbered ? header.sequence : ~incoming.unnumbered++;
+  const auto [entry, isNew] = incoming.announced.try_emplace(key, Announcement{&from, key, isNumbered, rendezvous});
+  Announcement& announcement = entry->second;
   if (isNew) {
     return &announcement;
   }
@@ -131,10 +132,12 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
     onJoin(header, bytes);
     return;
   }
-  // The tag of a span's frame covers its place and its size, not its bytes (see wire/seal.h).
-  const bool isBody = header.index == wire::kBodyIndex;
+  if (header.index != wire::kBodyIndex) {
+    rejectFrame(FrameFault::kMalformed, "a malformed frame: spans come by rendezvous");
+    return;
+  }
   // The bytes are copied after the check, so a flood of strangers' frames costs no memory.
-  Connection* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>());
+  Connection* from = findSender(header, bytes.size(), bytes);
   if (from != nullptr && takeNumber(*from, header, bytes.size(), false)) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
   }
@@ -153,7 +156,6 @@ void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record
 void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvous, uint64_t bytes) {
   assertHoldsWorkerLock();
   wire::Header header;
-  wire::Piece piece{{}, rendezvous, bytes};
   Connection* from = nullptr;
   if (checkHeader(headerBytes, header)) {
     if (wire::isMessage(header.kind)) {
@@ -163,16 +165,12 @@ void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvou
     }
   }
   if (from == nullptr || !takeNumber(*from, header, bytes, true)) {
-    receiver_.release(piece); // otherwise the sender's operation would never complete
+    receiver_.releaseHandle(rendezvous); // otherwise the sender's operation would never complete
     return;
   }
-  if (header.sequence != 0) {
-    piece.announcement = announce(*from, header, rendezvous);
-    if (piece.announcement == nullptr) {
-      return;
-    }
+  if (Announcement* const announcement = announce(*from, header, rendezvous)) {
+    add(*from, header, {{}, announcement, bytes});
   }
-  add(*from, header, std::move(piece));
 }
 
 void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
@@ -241,9 +239,7 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
       if (header.kind == wire::Kind::kRefused) {
         dropAnswer(from.peer(), header.callId); // parts of the answer may have come before it failed
       }
-      if (std::optional<ControlFrame> frame = decodeControl(header, piece.data)) {
-        events_.addControl(from.peer(), std::move(*frame));
-      }
+      events_.addControl(from.peer(), {header.kind, header.callId, std::move(piece.data)});
   }
 }
 
@@ -287,14 +283,6 @@ void Inbox::onAssembled(Connection& from, wire::Assembled assembled) {
   message.from = &from.peer();
   message.header = assembled.header;
   message.eagerBody = std::move(assembled.body.data);
-  message.spans.reserve(assembled.spans.size());
-  for (const wire::Assembled::Span& span : assembled.spans) { // small spans that came eagerly
-    c10::DataPtr data = HostPool::instance().allocate(span.bytes);
-    for (const wire::Piece& piece : span.pieces) {
-      piece.copyInto(data.get());
-    }
-    message.spans.push_back({std::move(data), span.bytes});
-  }
   events_.addMessage(std::move(message));
 }
 
@@ -329,7 +317,7 @@ void Inbox::onPutAnnounced(Connection& from, wire::Assembled assembled, uint64_t
   dropped.header = announced.assembled.header; // NOLINT(bugprone-use-after-move): only moved from where it was placed
   dropped.eagerBody = std::move(announced.assembled.body.data);
   receiver_.release(announced.assembled);
-  events_.addPut(std::move(dropped));
+  events_.addMessage(std::move(dropped));
 }
 
 void Inbox::receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into) {

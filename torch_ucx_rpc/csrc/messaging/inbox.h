@@ -36,14 +36,10 @@ class Inbox final : public TransportListener, private ReceivingParts {
   void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;
   void onEndpointFailed(EndpointId endpoint, const Error& error) override;
 
-  // A round calls these three in this order, never inside a transport callback. They admit messages as the window
-  // allows, start the receives from a ready peer, and release what is not wanted.
+  // Admits messages as the window allows. A round begins with it, never inside a transport callback.
   void admitWaiting();
-  void startDeferred(Connection& connection) {
-    receiver_.startDeferred(connection);
-  }
-  void releaseAll() {
-    receiver_.releaseAll();
+  Receiver& receiver() {
+    return receiver_;
   }
 
   // Whether a message that has been received since the round began may have made room for one that waits. Other
@@ -64,11 +60,6 @@ class Inbox final : public TransportListener, private ReceivingParts {
   // From now on, processes that are not members may ask to become one. If `joinKey` is not empty, their frames must be
   // sealed with it.
   void acceptJoins(const std::string& joinKey);
-
-  // Gives up all receives that have not begun. To be called right before the transport is closed.
-  void close() {
-    receiver_.close();
-  }
 
   // Receive or drop a value that onPutAnnounced() has held back. Receiving a value that is not there any more rejects
   // it.
@@ -95,16 +86,16 @@ class Inbox final : public TransportListener, private ReceivingParts {
  private:
   // Looks at the number of a frame, and at what it acknowledges. False if the frame has come before.
   bool takeNumber(Connection& from, const wire::Header& header, uint64_t bytes, bool isRendezvous);
-  // The announcement of a rendezvous with a number. Null if it has come before.
-  Connection::Announcement* announce(Connection& from, const wire::Header& header, void* rendezvous);
+  // Notes a rendezvous. Null if it has been announced before.
+  Announcement* announce(Connection& from, const wire::Header& header, void* rendezvous);
   void onReceived(Connection& from, std::span<const std::byte> body);
 
   enum class FrameFault : uint8_t { kMalformed, kStaleSession, kStranger, kForged, kReplayed };
 
   // Reads a header. False, and the frame is refused, if it is malformed or meant for another worker.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
-  // The connection to the worker that has sent the frame. Null for a frame of a stranger, a forged one, or one that has
-  // come before. `data` is the body if it travels in the frame.
+  // The connection to the worker that has sent the frame. Null for a frame of a stranger, or a forged one. `data` is
+  // the body if it travels in the frame.
   Connection* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   void onJoin(const wire::Header& header, std::span<const std::byte> record);
   void rejectFrame(FrameFault fault, const std::string& what);

@@ -67,7 +67,7 @@ std::vector<std::unique_ptr<OutgoingMessage>> KeptMessages::takeEnded(bool isOve
   return ended;
 }
 
-std::vector<OutgoingMessage*> KeptMessages::replace(const OutgoingMessage& failed) {
+std::vector<OutgoingMessage*> KeptMessages::replace(OutgoingMessage& failed) {
   std::vector<OutgoingMessage*> pongs;
   auto place = std::ranges::find_if(messages_, [&](const std::unique_ptr<OutgoingMessage>& message) {
     return message->firstNumber() > failed.firstNumber();

@@ -51,7 +51,7 @@ class KeptMessages {
 
   // A message has failed for good. Pongs take the place of its frames that the peer does not have, since the peer waits
   // for every number. Returns them; they are kept.
-  std::vector<OutgoingMessage*> replace(const OutgoingMessage& failed);
+  std::vector<OutgoingMessage*> replace(OutgoingMessage& failed);
 
  private:
   static bool isEnded(const OutgoingMessage& message) {

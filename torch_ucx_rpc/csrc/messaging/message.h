@@ -82,13 +82,6 @@ struct OutgoingMessage {
     }
     visit(header, hasBodyArrived);
   }
-  template <typename Visit>
-  void forEachFrame(Visit visit) const {
-    for (const Piece& piece : pieces) {
-      visit(piece.header, piece.hasArrived);
-    }
-    visit(header, hasBodyArrived);
-  }
   uint64_t firstNumber() const {
     return pieces.empty() ? header.sequence : pieces.front().header.sequence;
   }
@@ -109,6 +102,8 @@ struct OutgoingMessage {
   Peer* to = nullptr;
 
   // Guarded by the worker lock while the message is under way:
+  // What it waits for before its turn: the peer's admission of this worker, a device, or Outbox::retryStranded().
+  enum class Wait : uint8_t { kNothing, kAdmission, kDevice, kRetry } waitsFor = Wait::kNothing;
   size_t unfinished = 0; // active messages that the transport has not completed
   bool hasLeftInPart = false; // one of several active messages has been given to the transport
   Error error; // the first error

@@ -32,8 +32,8 @@ Messenger::Messenger(
       executor_(executor),
       lifetime_(lifetime),
       copyForSelf_(copyForSelf),
-      windowTask_(timer.add("receive window", [this](Timer::TimePoint now) { return checkWindow(now); })),
-      acknowledgeTask_(timer.add("acknowledgements", [this](Timer::TimePoint now) { return acknowledge(now); })),
+      windowTask_(timer.add([this](Timer::TimePoint now) { return checkWindow(now); })),
+      acknowledgeTask_(timer.add([this](Timer::TimePoint now) { return acknowledge(now); })),
       transport_(std::move(transport)),
       sentMessages_(executor, lifetime, timer),
       events_(handlers, sentMessages_, executor, lifetime),
@@ -73,15 +73,10 @@ void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr
   progress_.submit([this, message = std::move(message)]() mutable { outbox_.send(std::move(message)); });
 }
 
-void Messenger::postControl(Peer& to, const ControlFrame& frame) {
-  EncodedControl encoded = encodeControl(frame);
-  postControl(to, encoded.kind, encoded.callId, std::move(encoded.body));
-}
-
-void Messenger::postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body) {
+void Messenger::postControl(Peer& to, ControlFrame frame) {
   auto message = std::make_unique<OutgoingMessage>();
-  message->body = std::move(body);
-  post(to, kind, callId, std::move(message));
+  message->body = std::move(frame.body);
+  post(to, frame.kind, frame.callId, std::move(message));
 }
 
 void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
@@ -198,7 +193,7 @@ void Messenger::startDeferredWithWorkerLock() {
   inbox_.admitWaiting(); // first, since the connections then receive what was admitted
   bool mustRetry = false;
   connections_.forEachReady([&](Connection& connection) {
-    inbox_.startDeferred(connection);
+    inbox_.receiver().startDeferred(connection);
     outbox_.startDeferred(connection);
     // The driving thread answers at once. An answer that goes through post() might wait for a thread that waits for
     // Python.
@@ -209,7 +204,7 @@ void Messenger::startDeferredWithWorkerLock() {
     mustRetry |= connection.isMoving && !repair_.moveWithWorkerLock(connection);
     mustRetry |= connection.mustRetry();
   });
-  inbox_.releaseAll();
+  inbox_.receiver().releaseAll();
   if (connections_.hasReady() || inbox_.hasMadeRoom()) {
     progress_.requestStartDeferredWithWorkerLock();
   }
@@ -271,7 +266,7 @@ Timer::TimePoint Messenger::checkWindow(Timer::TimePoint now) {
 void Messenger::close(int64_t flushLimitMs) {
   progress_.close([this, flushLimitMs] {
     outbox_.close();
-    inbox_.close();
+    inbox_.receiver().close();
     transport_->close(flushLimitMs);
     retries_.close(); // the agent object may live on
   });
@@ -279,12 +274,6 @@ void Messenger::close(int64_t flushLimitMs) {
 }
 
 // ------------------------------------------------------------------------------------------------------ reports
-
-size_t Messenger::underWay() {
-  size_t underWay = 0;
-  progress_.run([&] { underWay = outbox_.underWay(); });
-  return underWay;
-}
 
 Messenger::Traffic Messenger::traffic(const std::vector<const Peer*>& peers) {
   Traffic traffic;

@@ -14,8 +14,7 @@
 #include "messaging/sent_messages.h"
 #include "messaging/shared_memory_repair.h"
 #include "peers/directory.h"
-#include "peers/identity.h"
-#include "peers/peer_observer.h"
+#include "peers/peer.h"
 #include "runtime/executor.h"
 #include "runtime/lifetime.h"
 #include "runtime/progress.h"
@@ -62,9 +61,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Sends a message: addresses it, seals it, and queues it for the transport. A message to this worker itself arrives
   // at once, as a copy.
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
-  // Send a control frame in the same way.
-  void postControl(Peer& to, const ControlFrame& frame);
-  void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
+  // Sends a control frame in the same way.
+  void postControl(Peer& to, ControlFrame frame);
   // Sends a control frame without a body, ahead of queued operations.
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
     outbox_.sendControl(to, kind);
@@ -101,29 +99,14 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Driving.
   bool lead() override; // of the executor's threads
-  // See Progress::driveUntil().
-  bool driveUntil(
-      Progress::IsDone isDone,
-      std::optional<uint64_t> awaitedCall,
-      Timer::TimePoint deadline = Timer::TimePoint::max()) {
-    return progress_.driveUntil(std::move(isDone), awaitedCall, deadline);
-  }
-  void wake() {
-    progress_.wake();
-  }
-  void wakeWaitingCaller() {
-    progress_.wakeWaitingCaller();
+  // For operations under the worker lock, for threads that drive while they wait, and to wake these.
+  Progress& progress() {
+    return progress_;
   }
   // Sets how many workers the group has, and how many of them this machine has. This one counts in both.
   void setGroupSize(size_t workers, size_t workersHere) {
     share_.setWorkers(workers);
     progress_.setProcessesHere(workersHere);
-  }
-  void watch(int fd, Progress::Operation onReadable) {
-    progress_.watch(fd, std::move(onReadable));
-  }
-  void submit(Progress::Operation operation) {
-    progress_.submit(std::move(operation));
   }
 
   // Takes in everything that has arrived, including messages that no thread has looked at yet.
@@ -161,14 +144,12 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   uint64_t stagedBytes() const {
     return stagedBytes_.load();
   }
-  // See Outbox::underWay(); waits for the worker lock.
-  size_t underWay();
   struct Traffic {
-    size_t underWay = 0;
+    size_t underWay = 0; // see Outbox::underWay()
     std::vector<std::vector<std::string>> lanes; // of each peer, empty before the first message
   };
-  // The same, and the lanes to these peers; waits for the worker lock.
-  Traffic traffic(const std::vector<const Peer*>& peers);
+  // Waits for the worker lock.
+  Traffic traffic(const std::vector<const Peer*>& peers = {});
 
  private:
   // ProgressClient.

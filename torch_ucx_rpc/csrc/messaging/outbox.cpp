@@ -1,5 +1,6 @@
 #include "messaging/outbox.h"
 
+#include "messaging/control_frames.h"
 #include "runtime/worker_mutex.h"
 
 #include <algorithm>
@@ -89,29 +90,24 @@ Error Outbox::moveToNetwork(Connection& connection) {
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
   assertHoldsWorkerLock();
   Connection& connection = connections_.of(*message->to);
-  // A goodbye does not wait for admission: this worker wants none any more.
   if (message->header.kind == wire::Kind::kJoin) {
     connection.transition(Connection::Event::kAsked);
-  } else if (
-      connection.state() == Connection::State::kJoining && message->header.kind != wire::Kind::kGoodbye && !isClosed_) {
-    connection.outgoing.unadmitted.push_back(std::move(message));
+  }
+  if (!mustWait(connection, *message)) {
+    enqueue(connection, std::move(message));
     return;
   }
-  // Not counted before: a worker that leaves waits for all that is under way, and a peer may never admit it.
-  message->isUnderWay = true;
-  ++connection.outgoing.underWay;
-  if (isReady(connection, *message)) {
-    enqueue(connection, std::move(message));
-  } else {
-    connection.outgoing.unready.push_back(std::move(message));
+  if (message->waitsFor == OutgoingMessage::Wait::kDevice) {
     connections_.keepLooking(connection);
   }
+  connection.outgoing.held.push_back(std::move(message));
 }
 
-void Outbox::sendControl(Peer& to, wire::Kind kind, uint64_t callId) {
+void Outbox::sendControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body) {
   auto message = std::make_unique<OutgoingMessage>();
   message->to = &to;
   message->address(kind, self_.session, self_.rank, to.member().session, callId);
+  message->body = std::move(body);
   send(std::move(message));
 }
 
@@ -127,20 +123,28 @@ bool Outbox::isReady(const Connection& connection, OutgoingMessage& message) con
   }
 }
 
-void Outbox::sendReady(Connection& connection) {
-  std::erase_if(connection.outgoing.unready, [&](std::unique_ptr<OutgoingMessage>& message) {
-    const bool isNow = isReady(connection, *message);
-    if (isNow) {
-      enqueue(connection, std::move(message));
-    }
-    return isNow;
-  });
-  if (!connection.outgoing.unready.empty()) {
-    connections_.keepLooking(connection);
+bool Outbox::mustWait(const Connection& connection, OutgoingMessage& message) const {
+  using Wait = OutgoingMessage::Wait;
+  const wire::Kind kind = message.header.kind;
+  // A goodbye does not wait for admission: this worker wants none any more.
+  if (connection.state() == Connection::State::kJoining && kind != wire::Kind::kJoin && kind != wire::Kind::kGoodbye &&
+      !isClosed_) {
+    message.waitsFor = Wait::kAdmission;
+  } else if (message.waitsFor != Wait::kRetry) {
+    message.waitsFor = isReady(connection, message) ? Wait::kNothing : Wait::kDevice;
+  }
+  return message.waitsFor != Wait::kNothing;
+}
+
+void Outbox::sendHeld(Connection& connection) {
+  for (std::unique_ptr<OutgoingMessage>& message : std::exchange(connection.outgoing.held, {})) {
+    send(std::move(message)); // back, if it has to wait on
   }
 }
 
 void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> message) {
+  message->isUnderWay = true;
+  ++connection.outgoing.underWay;
   // Messages that are about to fail take no room.
   OutgoingLoad* room = nullptr;
   if (isQueued(*message) && canLeave(connection) && !message->error) {
@@ -175,7 +179,7 @@ void Outbox::startDeferred(Connection& connection) {
   if (std::exchange(connection.mustAcknowledge, false)) {
     acknowledge(connection);
   }
-  sendReady(connection);
+  sendHeld(connection);
   for (const uint64_t callId : std::exchange(connection.outgoing.withdrawn, {})) {
     if (canLeave(connection)) {
       sendControl(connection.peer(), wire::Kind::kCancel, callId);
@@ -198,19 +202,15 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
     return false;
   }
   Connection::Outgoing& outgoing = to.connection->outgoing;
-  std::unique_ptr<OutgoingMessage> given = takeRequest(outgoing.unready, callId);
+  std::unique_ptr<OutgoingMessage> given = takeRequest(outgoing.held, callId);
   // The caller of cancel() does not know how the body travels.
   for (const bool isEager : {true, false}) {
     if (given == nullptr) {
       if (auto queued = outgoing.waiting[Connection::queueOf(wire::Kind::kRequest, isEager)].extract(callId)) {
         given = std::move(queued.mapped());
+        --outgoing.underWay;
       }
     }
-  }
-  if (given != nullptr) {
-    --outgoing.underWay;
-  } else {
-    given = takeRequest(outgoing.unadmitted, callId); // not counted yet
   }
   if (given == nullptr) {
     return false; // the transport has it, or has had it: only the callee can drop it now
@@ -228,7 +228,6 @@ void Outbox::startFirst(Connection& connection, size_t queue) {
 
 void Outbox::failWaiting(Connection& connection) {
   retryStranded(connection);
-  sendReady(connection);
   for (size_t queue = 0; queue < Connection::kQueues; ++queue) {
     while (!connection.outgoing.waiting[queue].empty()) {
       startFirst(connection, queue);
@@ -373,7 +372,8 @@ void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts,
   // will fail again.
   if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !owned->hasLeftInPart &&
       canLeave(connection) && owned->header.kind != wire::Kind::kRequest) {
-    connection.outgoing.stranded.push_back(std::move(owned));
+    owned->waitsFor = OutgoingMessage::Wait::kRetry;
+    connection.outgoing.held.push_back(std::move(owned));
     ++stranded_;
     return;
   }
@@ -409,11 +409,77 @@ void Outbox::withdraw(Connection& connection, const OutgoingMessage& message) {
   }
 }
 
+// ----------------------------------------------------------------------- resumption (docs/development/resumption.md)
+
+void Outbox::endKept(Connection& connection) {
+  KeptMessages& kept = connection.outgoing.kept;
+  const bool isOver = !canLeave(connection);
+  for (std::unique_ptr<OutgoingMessage>& message : kept.takeEnded(isOver)) {
+    freeRoom(connection, *message);
+    if (message->error && !isOver && connection.mayResume()) {
+      for (OutgoingMessage* pong : kept.replace(*message)) {
+        pong->sealFrames(connection.sealer);
+        if (connection.endpoint().has_value()) {
+          sendFrames(connection, *pong);
+        }
+      }
+    }
+    events_.addSent(std::move(message));
+  }
+  connection.peer().resendBytes.store(kept.bytes(), std::memory_order_relaxed);
+}
+
+void Outbox::resume(Connection& connection) {
+  assertHoldsWorkerLock();
+  if (isClosed_ || connection.state() != Connection::State::kResuming) {
+    return;
+  }
+  Peer& peer = connection.peer();
+  // Not at once: if its process has ended, the peer is lost before this.
+  if (const std::string why = std::exchange(connection.whyBroken, {}); !why.empty()) {
+    events_.addWarning(
+        "the connection to " + peer.describe() + " has failed (" + why +
+        "), and nothing says that its process has ended: another connection takes its place, messages that have not "
+        "arrived are sent again, and calls go on");
+  }
+  EndpointId endpoint = 0;
+  const std::string& address = peer.member().address;
+  if (peer.isOverNetwork.load() ? transport_.connectOverNetwork(address, endpoint)
+                                : transport_.connect(address, endpoint)) {
+    connection.roundsToResume = 1;
+    return;
+  }
+  connection.setEndpoint(endpoint);
+  sendAgain(connection);
+  acknowledge(connection); // the peer need not send arrived messages again
+  connections_.makeReady(connection); // messages that wait leave
+}
+
+void Outbox::sendAgain(Connection& connection) {
+  for (const std::unique_ptr<OutgoingMessage>& message : connection.outgoing.kept.all()) {
+    if (!message->error && !message->hasArrived()) {
+      sendFrames(connection, *message);
+    }
+  }
+}
+
+void Outbox::acknowledge(Connection& connection, bool mustSendAgain) {
+  if (connection.state() == Connection::State::kResuming || !canLeave(connection)) {
+    return;
+  }
+  connection.incoming.unacknowledgedBytes = 0;
+  sendControl(connection.peer(), wire::Kind::kReceived, 0, encodeReceived(connection.incoming.received, mustSendAgain));
+}
+
+// --------------------------------------------------------------------------------------------------- local errors
+
 std::string Outbox::describeStranded() const {
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
-    if (const Messages& stranded = connection->outgoing.stranded; !stranded.empty()) {
+    const Messages& held = connection->outgoing.held;
+    const auto stranded = std::ranges::find(held, OutgoingMessage::Wait::kRetry, &OutgoingMessage::waitsFor);
+    if (stranded != held.end()) {
       return "cannot send to " + connection->peer().describe() +
-          " at present, and tries on: " + stranded.front()->error.message();
+          " at present, and tries on: " + (*stranded)->error.message();
     }
   }
   return "messages could not be sent at first, and have been";
@@ -427,21 +493,28 @@ void Outbox::retryStranded() {
 }
 
 void Outbox::retryStranded(Connection& connection) {
-  Messages stranded = std::exchange(connection.outgoing.stranded, {});
-  stranded_ -= stranded.size();
-  for (std::unique_ptr<OutgoingMessage>& message : stranded) {
-    message->error = {};
-    send(std::move(message));
+  for (std::unique_ptr<OutgoingMessage>& message : connection.outgoing.held) {
+    if (message->waitsFor == OutgoingMessage::Wait::kRetry) {
+      message->waitsFor = OutgoingMessage::Wait::kNothing;
+      message->error = {};
+      --stranded_;
+    }
   }
+  sendHeld(connection);
 }
 
 size_t Outbox::underWay() const {
-  size_t sum = stranded_; // finish() has counted them down, and they are to leave all the same
+  size_t sum = 0;
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
     const Connection::State state = connection->state();
     const bool counts = state != Connection::State::kClosed && connection->endpoint().has_value();
     sum += counts ? connection->outgoing.underWay : 0;
     sum += state == Connection::State::kResuming ? connection->outgoing.kept.all().size() : 0;
+    // A worker that leaves waits for all that is under way, and a peer may never admit it.
+    sum += static_cast<size_t>(
+        std::ranges::count_if(connection->outgoing.held, [](const std::unique_ptr<OutgoingMessage>& message) {
+          return message->waitsFor != OutgoingMessage::Wait::kAdmission;
+        }));
   }
   return sum;
 }
@@ -450,9 +523,7 @@ void Outbox::onAdmitted(Peer& peer) {
   assertHoldsWorkerLock();
   if (peer.connection != nullptr) {
     peer.connection->transition(Connection::Event::kAdmitted);
-    for (std::unique_ptr<OutgoingMessage>& message : std::exchange(peer.connection->outgoing.unadmitted, {})) {
-      send(std::move(message));
-    }
+    sendHeld(*peer.connection);
   }
 }
 

@@ -4,7 +4,7 @@
 #include "messaging/event_buffer.h"
 #include "messaging/message.h"
 #include "messaging/push_share.h"
-#include "peers/identity.h"
+#include "peers/peer.h"
 #include "transport/transport.h"
 
 #include <memory>
@@ -33,8 +33,8 @@ class Outbox {
   // Sends an addressed message to `message->to`, once its tensors are ready and it is its turn. The message goes to
   // EventBuffer::addSent(), exactly once, when the transport is done with it.
   void send(std::unique_ptr<OutgoingMessage> message);
-  // Sends a control frame without a body.
-  void sendControl(Peer& to, wire::Kind kind, uint64_t callId = 0);
+  // Sends a control frame.
+  void sendControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
 
   // Sends the messages to a ready peer that can leave now. Must not be called inside a transport callback.
   void startDeferred(Connection& connection);
@@ -83,7 +83,10 @@ class Outbox {
   bool canLeave(const Connection& connection) const {
     return !isClosed_ && connection.state() != Connection::State::kClosed;
   }
-  void sendReady(Connection& connection);
+  // Whether a message has to be held back; notes for what.
+  bool mustWait(const Connection& connection, OutgoingMessage& message) const;
+  // Sends the messages that were held back and need not be any longer.
+  void sendHeld(Connection& connection);
   void enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> message);
   // The first message of a queue, which is not empty, leaves or fails.
   void startFirst(Connection& connection, size_t queue);
@@ -111,7 +114,7 @@ class Outbox {
   Connections& connections_;
   const PushShare& share_;
   EventBuffer& events_;
-  size_t stranded_ = 0; // messages in Outgoing::stranded, of all connections
+  size_t stranded_ = 0; // messages that wait for retryStranded(), of all connections
   bool isClosed_ = false;
 };
 

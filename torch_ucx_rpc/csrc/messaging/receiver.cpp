@@ -113,8 +113,7 @@ std::vector<DeviceAllocation::Span> Receiver::planDevices(
       continue; // a pack, of which the decoder copies each storage to the device
     }
     // UCX would copy bytes from host memory to the device in small pieces, under the worker lock.
-    const bool isStaging = (storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal() ||
-        !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous);
+    const bool isStaging = (storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal();
     isPlanned[storage.span] = true;
     planned.push_back({storage.span, *device, isStaging, span.bytes, {}});
   }
@@ -141,14 +140,8 @@ bool Receiver::takeMemory(Receiving& receiving) {
 }
 
 void Receiver::release(wire::Piece& piece) {
-  if (!piece.isRendezvous()) {
-    return;
-  }
-  void* const rendezvous = std::exchange(piece.rendezvous, nullptr);
-  if (piece.announcement != nullptr) {
-    settle(std::exchange(piece.announcement, nullptr));
-  } else {
-    releaseHandle(rendezvous);
+  if (piece.isRendezvous()) {
+    settle(*static_cast<Announcement*>(std::exchange(piece.rendezvous, nullptr)));
   }
 }
 
@@ -158,15 +151,14 @@ void Receiver::releaseHandle(void* rendezvous) {
   }
 }
 
-void Receiver::settle(void* given) {
-  auto& announcement = *static_cast<Connection::Announcement*>(given);
+void Receiver::settle(Announcement& announcement, uint64_t bytes) {
   Connection& from = *announcement.from;
   releaseHandle(announcement.rendezvous);
   releaseHandle(announcement.again);
-  if (from.incoming.received.accept(announcement.number)) {
-    connections_.noteArrival(from, 0);
+  if (announcement.isNumbered && from.incoming.received.accept(announcement.key)) {
+    connections_.noteArrival(from, bytes);
   }
-  from.incoming.announced.erase(announcement.number);
+  from.incoming.announced.erase(announcement.key);
 }
 
 void Receiver::release(std::vector<wire::Piece>& pieces) {
@@ -226,7 +218,7 @@ bool Receiver::beginIfFree(Entry receiving) {
       }
     }
   }
-  if (receiving->parts.empty()) { // the spans of a large body came eagerly
+  if (receiving->parts.empty()) { // the body came first, and there are no spans
     finishIfDone(receiving);
     return true;
   }
@@ -242,17 +234,11 @@ void Receiver::reject(Entry receiving, Error error) {
 }
 
 void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into) {
-  if (piece.isRendezvous()) {
-    std::byte* const begin = static_cast<std::byte*>(into.get()) + piece.offset;
-    receiving.parts.push_back(
-        {piece.rendezvous,
-         begin,
-         piece.rendezvousBytes,
-         into.device().is_cpu() ? Memory::kHost : Memory::kDevice,
-         piece.announcement});
-  } else {
-    piece.copyInto(into.get());
-  }
+  receiving.parts.push_back(
+      {static_cast<Announcement*>(piece.rendezvous),
+       static_cast<std::byte*>(into.get()) + piece.offset,
+       piece.rendezvousBytes,
+       into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
 }
 
 void Receiver::receiveNextParts(Connection& connection) {
@@ -300,31 +286,24 @@ void Receiver::receivePart(Connection& connection, Entry receiving) {
   // The callback outlives neither: connections stay, and a message stays in its list until all begun parts are through.
   const Part part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
-  auto* const announcement = static_cast<Connection::Announcement*>(part.announcement);
-  void* rendezvous = part.rendezvous;
-  if (announcement != nullptr) {
-    rendezvous = std::exchange(announcement->rendezvous, nullptr);
-    announcement->isBeingReceived = true;
-  }
+  part.announcement->isBeingReceived = true;
   ++receiving->unfinished;
   ++connection.incoming.inFlightPieces;
   connection.incoming.inFlightBytes += bytes;
   transport_.receive(
-      rendezvous,
+      std::exchange(part.announcement->rendezvous, nullptr),
       part.into,
       bytes,
       [this, &connection, receiving, part, bytes](Error error) {
         --connection.incoming.inFlightPieces;
         connection.incoming.inFlightBytes -= bytes;
-        if (part.announcement != nullptr) {
-          if (error && mayComeAgain(error) && !receiving->isDropped && !receiving->error && connection.mayResume()) {
-            --receiving->unfinished;
-            putBack(connection, receiving, part);
-            return;
-          }
-          settle(part.announcement);
-          connections_.noteArrival(connection, bytes);
+        if (error && mayComeAgain(error) && part.announcement->isNumbered && !receiving->isDropped &&
+            !receiving->error && connection.mayResume()) {
+          --receiving->unfinished;
+          putBack(connection, receiving, part);
+          return;
         }
+        settle(*part.announcement, bytes);
         if (!connection.incoming.waiting.empty()) {
           connections_.makeReady(connection);
         }
@@ -341,10 +320,7 @@ void Receiver::receivePart(Connection& connection, Entry receiving) {
 }
 
 Receiving::Part* Receiver::nextPart(Receiving& receiving) {
-  const auto isThere = [](const Part& part) {
-    const auto* const announcement = static_cast<const Connection::Announcement*>(part.announcement);
-    return announcement == nullptr || announcement->rendezvous != nullptr;
-  };
+  const auto isThere = [](const Part& part) { return part.announcement->rendezvous != nullptr; };
   const auto begin = receiving.parts.begin() + static_cast<std::ptrdiff_t>(receiving.begun);
   const auto found = std::find_if(begin, receiving.parts.end(), isThere);
   if (found == receiving.parts.end()) {
@@ -355,7 +331,7 @@ Receiving::Part* Receiver::nextPart(Receiving& receiving) {
 }
 
 void Receiver::putBack(Connection& connection, Entry receiving, Part part) {
-  auto& announcement = *static_cast<Connection::Announcement*>(part.announcement);
+  Announcement& announcement = *part.announcement;
   announcement.isBeingReceived = false;
   announcement.rendezvous = std::exchange(announcement.again, nullptr);
   Connection::Incoming& source = connection.incoming;
@@ -397,12 +373,7 @@ void Receiver::giveUpRest(Entry receiving, const Error& why) {
     receiving->error = why;
   }
   for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
-    const Part& part = receiving->parts[receiving->begun];
-    if (part.announcement != nullptr) {
-      settle(part.announcement);
-    } else {
-      releaseHandle(part.rendezvous);
-    }
+    settle(*receiving->parts[receiving->begun].announcement);
   }
   finishIfDone(receiving);
 }

@@ -85,7 +85,7 @@ class Receiver : private ReceivingParts {
   void release(wire::Piece& piece);
   void release(std::vector<wire::Piece>& pieces);
   void release(wire::Assembled& assembled);
-  // The same for what the transport gave; null is none.
+  // The same for what the transport gave, where that is not announced; null is none.
   void releaseHandle(void* rendezvous);
 
   // These three must not be called inside a transport callback. A round calls them in this order.
@@ -133,7 +133,7 @@ class Receiver : private ReceivingParts {
   bool beginIfFree(Entry receiving);
   // Rejects a message of which no part is due yet.
   void reject(Entry receiving, Error error);
-  // Adds a piece to the parts to be received. Copies it if it came eagerly.
+  // Adds a piece to the parts to be received.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
   // Begins to receive parts, as many as may be in flight from the peer.
   void receiveNextParts(Connection& connection);
@@ -142,8 +142,8 @@ class Receiver : private ReceivingParts {
   static Part* nextPart(Receiving& receiving);
   // A part is not received because its endpoint has failed: it is to be announced again.
   void putBack(Connection& connection, Entry receiving, Part part);
-  // A rendezvous with a number has been received, or is given up.
-  void settle(void* announcement);
+  // A rendezvous has been received, all its `bytes`, or is given up.
+  void settle(Announcement& announcement, uint64_t bytes = 0);
   // Gives up the parts that have not begun.
   void giveUpRest(Entry receiving, const Error& why);
   // Adds the event of a message, and forgets it, if all its parts are through.

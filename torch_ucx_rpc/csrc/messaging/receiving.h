@@ -14,6 +14,19 @@
 
 namespace torch_ucx_rpc {
 
+class Connection;
+
+// A rendezvous that has not been received yet. If it has a number and its endpoint fails, the peer announces it again,
+// over another one and with the same number. It is in Connection::Incoming::announced.
+struct Announcement {
+  Connection* from;
+  uint64_t key; // in the map
+  bool isNumbered;
+  void* rendezvous; // the transport's; null while it receives it, and while it is awaited again
+  void* again = nullptr; // a later announcement; used if `rendezvous` fails
+  bool isBeingReceived = false;
+};
+
 // A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory, and
 // earlier work on that memory is done. Then its pieces move from `assembled` to `parts`.
 struct Receiving {
@@ -26,11 +39,10 @@ struct Receiving {
   };
   // The part that one operation receives: a piece of a span, or the body.
   struct Part {
-    void* rendezvous;
+    Announcement* announcement;
     void* into;
     uint64_t bytes;
     Memory memory;
-    void* announcement = nullptr; // see wire::Piece
   };
   using Entry = std::list<Receiving>::iterator; // stays valid until the last part is through
 

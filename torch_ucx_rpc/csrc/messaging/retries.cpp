@@ -20,9 +20,7 @@ constexpr auto kReminder = std::chrono::seconds(10);
 } // namespace
 
 Retries::Retries(const MessengerParts& parts, SharedMemoryRepair& repair)
-    : MessengerParts(parts),
-      repair_(repair),
-      task_(timer_.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })) {}
+    : MessengerParts(parts), repair_(repair), task_(timer_.add([this](Timer::TimePoint now) { return retry(now); })) {}
 
 void Retries::schedule() {
   assertHoldsWorkerLock();

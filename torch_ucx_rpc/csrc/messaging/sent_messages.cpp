@@ -5,9 +5,7 @@
 namespace torch_ucx_rpc {
 
 SentMessages::SentMessages(Executor& executor, const Lifetime& lifetime, Timer& timer)
-    : executor_(executor),
-      lifetime_(lifetime),
-      overdueTask_(timer.add("destroy sent messages", [this](Timer::TimePoint /*now*/) {
+    : executor_(executor), lifetime_(lifetime), overdueTask_(timer.add([this](Timer::TimePoint /*now*/) {
         if (waitingCount_.load() != 0) {
           destroyOnAgentThread();
         }

@@ -15,7 +15,7 @@ constexpr auto kPeriod = std::chrono::milliseconds(20);
 } // namespace
 
 SharedMemoryRepair::SharedMemoryRepair(const MessengerParts& parts)
-    : MessengerParts(parts), task_(timer_.add("repair", [this](Timer::TimePoint now) { return repair(now); })) {}
+    : MessengerParts(parts), task_(timer_.add([this](Timer::TimePoint now) { return repair(now); })) {}
 
 void SharedMemoryRepair::request() {
   isWanted_.store(true);

@@ -90,7 +90,7 @@ Peer& Directory::at(Rank rank) const {
       RpcFailure::Kind::kUnknownWorker,
       "could not find destination worker with rank " + std::to_string(rank) +
           ". The workers are: " + knownNamesLocked(),
-      {.name = {}, .rank = rank, .host = {}, .cause = {}, .resource = {}, .timeout = {}, .group = {}, .epoch = {}});
+      {.rank = rank});
 }
 
 Peer& Directory::at(const std::string& name) const {
@@ -101,7 +101,7 @@ Peer& Directory::at(const std::string& name) const {
   throw RpcFailure(
       RpcFailure::Kind::kUnknownWorker,
       "could not find destination worker '" + name + "'. The workers are: " + knownNamesLocked(),
-      {.name = name, .rank = {}, .host = {}, .cause = {}, .resource = {}, .timeout = {}, .group = {}, .epoch = {}});
+      {.name = name});
 }
 
 Rank Directory::endOfRanks() const {

@@ -23,7 +23,7 @@ Error Peer::lost(const Error& why) const {
 }
 
 RpcFailure Peer::failure(RpcFailure::Kind kind, const std::string& sentence, const std::string& cause) const {
-  return {kind, sentence, {member_.name, member_.rank, member_.host, cause, {}, {}, {}, {}}};
+  return {kind, sentence, {.name = member_.name, .rank = member_.rank, .host = member_.host, .cause = cause}};
 }
 
 RpcFailure Peer::failureOfGone() const {

@@ -42,6 +42,13 @@ struct Member {
   std::string joinKey; // for the first frame of any worker to this one, in a dynamic group
 };
 
+// This worker, as others know it.
+struct Identity {
+  Rank rank = 0;
+  std::string name;
+  uint64_t session = 0; // random; tells this life of the worker from others
+};
+
 // A worker of the job as this agent sees it: its identity, whether it is there, and the numbers that any thread may
 // read. The agent itself is a peer too. Its Connection knows how messages reach the worker. Thread-safe, except
 // `connection`.
@@ -147,6 +154,14 @@ class Peer {
   std::atomic<State> state_{State::kPresent};
   mutable std::mutex mutex_;
   Error whyGone_; // guarded by mutex_
+};
+
+// Lets an object clean up after a peer that is gone.
+class PeerObserver {
+ public:
+  virtual ~PeerObserver() = default;
+  // Called once for each peer that left or failed, after its state says so. Any thread, without the worker lock.
+  virtual void onPeerGone(Peer& peer) = 0;
 };
 
 } // namespace torch_ucx_rpc

@@ -7,7 +7,6 @@
 #include "memory/host_pool.h"
 #include "tensors/device_copy.h"
 #include "tensors/self_copy.h"
-#include "torch_glue/fork_guard.h"
 #include "torch_glue/message_types.h"
 #include "torch_glue/torch_state.h"
 
@@ -113,7 +112,7 @@ void UcxRpcAgent::shutdownImpl() {
     calls_.shutDown();
     channel_.shutDown();
     timer_.stop();
-    const size_t stuck = executor_->stop(kHandlerGrace, [this] { messenger_.wake(); });
+    const size_t stuck = executor_->stop(kHandlerGrace, [this] { messenger_.progress().wake(); });
     if (stuck != 0) {
       warn(
           std::to_string(stuck) + " thread(s) of worker '" + self_.name +
@@ -137,14 +136,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
         RpcFailure::Kind::kShutDown,
         "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to worker '" +
             to.name_ + "'",
-        {.name = to.name_,
-         .rank = to.id_,
-         .host = {},
-         .cause = {},
-         .resource = {},
-         .timeout = {},
-         .group = {},
-         .epoch = {}});
+        {.name = to.name_, .rank = to.id_});
   }
   // The caller may be a handler, and may wait for long: the receive window must not wait with it.
   HandlingScope::releaseInnermost();

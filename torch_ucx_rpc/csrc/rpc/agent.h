@@ -9,10 +9,10 @@
 #include "rpc/group.h"
 #include "rpc/orphaned_state.h"
 #include "rpc/peer_monitor.h"
-#include "rpc/process_guard.h"
 #include "rpc/reports.h"
 #include "rpc/request_server.h"
 #include "tensors/tensor_codec.h"
+#include "torch_glue/fork_guard.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 

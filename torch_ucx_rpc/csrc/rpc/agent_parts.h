@@ -2,7 +2,7 @@
 
 #include "messaging/messenger.h"
 #include "peers/directory.h"
-#include "peers/identity.h"
+#include "peers/peer.h"
 #include "runtime/executor.h"
 #include "runtime/lifetime.h"
 #include "runtime/timer.h"

@@ -3,12 +3,14 @@
 #include "base/trace.h"
 #include "rpc/decoding.h"
 #include "torch_glue/completion.h"
+#include "torch_glue/failed_rref.h"
 #include "torch_glue/message_types.h"
 #include "torch_glue/torch_state.h"
 
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <limits>
@@ -26,6 +28,9 @@ namespace {
 // How long expire() looks for an RRef that torch does not know yet: torch knows it once the thread that has called
 // send() goes on, but programs may send such requests without torch.
 constexpr auto kRRefPatience = std::chrono::seconds(10);
+
+// Delay of a repeated message about a failed RRef, for an owner that had no room for it.
+constexpr auto kFailurePeriod = std::chrono::milliseconds(100);
 
 // The call that this thread has made last, which may be over. rpc_sync and RRef.to_here() make a call and then wait, so
 // the thread waits for this call. The future cannot tell: torch derives another one from the call's.
@@ -50,7 +55,7 @@ CallClient::CallClient(const AgentParts& parts, const DeviceMaps& deviceMaps, st
     : AgentParts(parts),
       deviceMaps_(deviceMaps),
       whileWaiting_(std::move(whileWaiting)),
-      expiryTask_(timer_.add("expire calls", [this](Timer::TimePoint now) { return expire(now); })) {}
+      expiryTask_(timer_.add([this](Timer::TimePoint now) { return expire(now); })) {}
 
 // ------------------------------------------------------------------------------------------------------ sending
 
@@ -157,7 +162,7 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   executor_.addCompletion(
       [this, hold = std::move(hold), call = std::move(*call), answer = std::move(answer)]() mutable {
         complete(std::move(call), std::move(answer));
-        messenger_.wakeWaitingCaller(); // which may sleep, and wait for this call: it looks when it wakes
+        messenger_.progress().wakeWaitingCaller(); // which may sleep, and wait for this call: it looks when it wakes
       });
 }
 
@@ -224,7 +229,7 @@ void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
   }
   executor_.addFailure([this, hold = std::move(hold), call = std::move(call), failure = std::move(failure)] {
     fail(call, failure);
-    messenger_.wakeWaitingCaller();
+    messenger_.progress().wakeWaitingCaller();
   });
 }
 
@@ -320,7 +325,7 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
         std::move(one.call),
         {RpcFailure::Kind::kTimedOut,
          timeoutText(timeout, to),
-         {callee.name, callee.rank, callee.host, {}, {}, timeout, {}, {}}});
+         {.name = callee.name, .rank = callee.rank, .host = callee.host, .timeout = timeout}});
   }
   if (!abandoned.empty()) {
     // The callee need not receive the rest of these requests. A handler that runs is not interrupted. This comes after
@@ -354,12 +359,46 @@ void CallClient::shutDown() {
   }
 }
 
+// ------------------------------------------------------------------------------------------- RRefs without a value
+
+void CallClient::tellOwner(CallTable::Call call, std::string failure) {
+  if (call.failure) { // the owner had no room for it
+    sendFailureLater(std::move(call), kFailurePeriod);
+    return;
+  }
+  call.failure = std::move(failure);
+  if (!sendFailure(call)) {
+    sendFailureLater(std::move(call), kRRefPeriod);
+  }
+}
+
+bool CallClient::sendFailure(CallTable::Call& call) {
+  c10::intrusive_ptr<Message> request = describeFailedRRef(*call.future, *call.failure);
+  if (request == nullptr) {
+    return false;
+  }
+  call.deadline = call.end();
+  call.eager = {};
+  Peer& owner = *call.to;
+  begin(std::move(call), encodeMessage(std::move(request), owner, {}, messenger_.transportTo(owner)));
+  return true;
+}
+
+void CallClient::sendFailureLater(CallTable::Call call, std::chrono::milliseconds delay) {
+  const CallTable::Clock::time_point when = std::min(CallTable::Clock::now() + delay, call.end());
+  call.deadline = when;
+  bool isEarliest = false;
+  calls_.open(std::move(call), isEarliest);
+  expiryTask_.dueBy(when);
+  failAllIfClosed();
+}
+
 // ------------------------------------------------------------------------------------------------------ waiting
 
 void CallClient::waitDriving(JitFuture& future) {
   const auto awaited = latestCall.session == self_.session ? std::optional(latestCall.number) : std::nullopt;
   while (!future.completed() && !lifetime_.isClosed()) {
-    if (!messenger_.driveUntil([&] { return future.completed() || lifetime_.isClosed(); }, awaited)) {
+    if (!messenger_.progress().driveUntil([&] { return future.completed() || lifetime_.isClosed(); }, awaited)) {
       waitIdle(future); // another caller drives
     } else if (!future.completed()) {
       whileWaiting_(); // a signal may have come in

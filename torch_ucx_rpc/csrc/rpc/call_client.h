@@ -2,7 +2,7 @@
 
 #include "base/rpc_failure.h"
 #include "messaging/event_handlers.h"
-#include "peers/peer_observer.h"
+#include "peers/peer.h"
 #include "rpc/agent_parts.h"
 #include "rpc/call_table.h"
 #include "rpc/device_maps.h"

@@ -20,12 +20,11 @@ Channel::~Channel() = default;
 // ------------------------------------------------------------------------------------------------------- epochs
 
 RpcFailure Channel::epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const {
-  RpcFailure::Details details;
-  details.name = who;
-  details.group = group;
-  details.epoch = epoch;
   const std::string where = epoch ? "is in epoch " + std::to_string(*epoch) + " of" : "has closed";
-  return {RpcFailure::Kind::kEpochEnded, "worker '" + who + "' " + where + " channel '" + group + "'", details};
+  return {
+      RpcFailure::Kind::kEpochEnded,
+      "worker '" + who + "' " + where + " channel '" + group + "'",
+      {.name = who, .group = group, .epoch = epoch}};
 }
 
 RpcFailure Channel::shutDownFailure() const {
@@ -267,7 +266,7 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
     if (Clock::now() >= deadline) {
       return false;
     }
-    if (!messenger_.driveUntil(isOver, std::nullopt, deadline)) { // another caller drives
+    if (!messenger_.progress().driveUntil(isOver, std::nullopt, deadline)) { // another caller drives
       std::unique_lock lock(mutex_);
       changed_.wait_until(lock, std::min(Clock::now() + kSignalCheckPeriod, deadline), isOver);
     }
@@ -281,16 +280,16 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
 void Channel::wakeWaiting(const std::optional<Driver>& driver) {
   changed_.notify_all();
   if (!driver || driver->role != Role::kWaitingCaller) { // otherwise that caller looks itself
-    messenger_.wakeWaitingCaller();
+    messenger_.progress().wakeWaitingCaller();
   }
 }
 
 void Channel::carryOut(Aftermath& after) {
   for (auto& [to, frame] : after.frames) {
     if (to->isThere() && to->member().session != self_.session) {
-      messenger_.postControl(*to, frame);
-    } else if (const Taken* taken = std::get_if<Taken>(&frame)) {
-      onTaken(*to, taken->bytes);
+      messenger_.postControl(*to, std::move(frame));
+    } else if (frame.kind == wire::Kind::kTaken) {
+      onTaken(*to, frame.callId);
     }
   }
   for (Aftermath::Receive& receive : after.receives) {

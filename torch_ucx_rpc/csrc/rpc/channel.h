@@ -1,7 +1,7 @@
 #pragma once
 
 #include "messaging/event_handlers.h"
-#include "peers/peer_observer.h"
+#include "peers/peer.h"
 #include "rpc/agent_parts.h"
 #include "rpc/device_maps.h"
 #include "wire/put.h"

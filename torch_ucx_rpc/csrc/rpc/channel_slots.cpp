@@ -78,7 +78,7 @@ void Channel::onPut(IncomingMessage message, const std::optional<Driver>& driver
         message.header.spanCount != message.spans.size(); // onPutAnnounced() has dropped it
     if (later || isDropped) {
       if (later) {
-        after.frames.emplace_back(&from, PutRefused{std::string(name.group), *later});
+        after.frames.emplace_back(&from, putRefused(name.group, *later));
       }
       addOwedLocked(from, message.eagerBody.size(), after);
       if (arrival && arrival->expected) {
@@ -262,7 +262,7 @@ void Channel::addOwedLocked(Peer& from, uint64_t bodyBytes, Aftermath& after) {
   uint64_t& owed = accounts_[&from].owedBytes;
   owed += bodyBytes + kOverheadOfValue;
   if (owed >= kOwedBytes) {
-    after.frames.emplace_back(&from, Taken{std::exchange(owed, 0)});
+    after.frames.emplace_back(&from, ControlFrame{wire::Kind::kTaken, std::exchange(owed, 0), {}});
   }
 }
 
@@ -294,7 +294,7 @@ void Channel::endEpochsLocked(
   }
   if (const std::optional<uint64_t> now = why.details().epoch) {
     for (Peer* sender : senders) {
-      after.frames.emplace_back(sender, PutRefused{name, *now});
+      after.frames.emplace_back(sender, putRefused(name, *now));
     }
   }
   group.slots.erase(group.slots.begin(), end);

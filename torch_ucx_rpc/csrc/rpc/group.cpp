@@ -82,7 +82,7 @@ void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
       // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more.
-      messenger_.postControl(*peer, wire::Kind::kGoodbye);
+      messenger_.postControl(*peer, {wire::Kind::kGoodbye});
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
     directory_.remove(*peer);
@@ -91,7 +91,7 @@ void Group::removeMember(uint64_t session) {
 
 void Group::loseMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session); peer != nullptr && peer->isThere()) {
-    messenger_.postControl(*peer, wire::Kind::kGoodbye);
+    messenger_.postControl(*peer, {wire::Kind::kGoodbye});
     monitor_.onFailure(*peer, {ErrorCode::kPeerFailed, "it has not admitted this worker"});
   }
 }
@@ -184,13 +184,13 @@ Error Group::lost() const {
 
 void Group::sendArrive(Rank to, uint64_t round, const Barrier::Arrivals& arrivals) {
   if (Peer* peer = directory_.find(to)) {
-    messenger_.postControl(*peer, BarrierArrive{round, arrivals});
+    messenger_.postControl(*peer, barrierArrive(round, arrivals));
   }
 }
 
 void Group::sendRelease(Rank to, uint64_t round, const Barrier::Result& result) {
   if (Peer* peer = directory_.find(to)) {
-    messenger_.postControl(*peer, BarrierRelease{round, result});
+    messenger_.postControl(*peer, barrierRelease(round, result));
   }
 }
 
@@ -214,7 +214,7 @@ Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout)
     for (const Rank rank : barrier_.toContact()) {
       Peer* peer = directory_.find(rank);
       if (peer != nullptr && peer->needsHeartbeat.load() && !peer->isMet.load()) {
-        messenger_.postControl(*peer, wire::Kind::kPing);
+        messenger_.postControl(*peer, {wire::Kind::kPing});
       }
     }
     if (lifetime_.isClosed()) {
@@ -272,14 +272,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     throw RpcFailure(
         RpcFailure::Kind::kBarrierFailed,
         "the shutdown is over, but not all workers have come to it: " + lost.message(),
-        {.name = {},
-         .rank = {},
-         .host = {},
-         .cause = lost.message(),
-         .resource = {},
-         .timeout = {},
-         .group = {},
-         .epoch = {}});
+        {.cause = lost.message()});
   }
 }
 
@@ -294,7 +287,7 @@ void Group::setMembership(Membership membership, const std::string& joinKey) {
 void Group::announce(Peer& to, wire::Kind kind, const std::string& body) {
   if (to.isThere()) {
     to.hasAcknowledged.store(false); // first: the acknowledgment may come at once
-    messenger_.postControl(to, kind, 0, Bytes(std::as_bytes(std::span(body))));
+    messenger_.postControl(to, {kind, 0, Bytes(std::as_bytes(std::span(body)))});
   }
 }
 
@@ -337,7 +330,7 @@ void Group::onJoin(uint64_t session, Bytes record) {
       return;
     }
     if (Peer* peer = directory_.findSession(session); peer != nullptr) {
-      messenger_.postControl(*peer, wire::Kind::kAcknowledge);
+      messenger_.postControl(*peer, {wire::Kind::kAcknowledge});
     }
   });
 }
@@ -350,7 +343,7 @@ void Group::onAcknowledge(Peer& from) {
 void Group::onLeave(Peer& from) {
   // The state first: a peer whose leave is acknowledged expects no more calls.
   from.moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, from.describe() + " is leaving the group"});
-  messenger_.postControl(from, wire::Kind::kAcknowledge);
+  messenger_.postControl(from, {wire::Kind::kAcknowledge});
 }
 
 int64_t Group::requestsOpen() const {
@@ -365,7 +358,7 @@ int64_t Group::requestsOpen() const {
 
 bool Group::hasAnsweredAll() const {
   // The transport is asked last, because the answer to a request is posted before the request stops counting as open.
-  return calls_.open() == 0 && requestsOpen() == 0 && messenger_.underWay() == 0;
+  return calls_.open() == 0 && requestsOpen() == 0 && messenger_.traffic().underWay == 0;
 }
 
 // Tell the others first. They then make no more calls to this worker, and it answers every call made before.

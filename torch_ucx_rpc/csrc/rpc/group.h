@@ -2,7 +2,7 @@
 
 #include "messaging/event_handlers.h"
 #include "peers/barrier.h"
-#include "peers/peer_observer.h"
+#include "peers/peer.h"
 #include "rpc/agent_parts.h"
 #include "rpc/call_client.h"
 #include "rpc/orphaned_state.h"

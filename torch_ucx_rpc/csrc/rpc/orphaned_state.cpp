@@ -43,7 +43,7 @@ OrphanedState::OrphanedState(const AgentParts& parts, const RpcAgent& agent, con
     : AgentParts(parts),
       agent_(agent),
       callback_(callback),
-      releaseTask_(timer_.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
+      releaseTask_(timer_.add([this](Timer::TimePoint now) { return releaseAgain(now); })) {}
 
 void OrphanedState::onPeerGone(Peer& peer) {
   release({peer.member().rank});

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "peers/peer_observer.h"
+#include "peers/peer.h"
 #include "rpc/agent_parts.h"
 #include "torch_glue/rref_holders.h"
 

@@ -12,9 +12,13 @@ PeerMonitor::PeerMonitor(
     const AgentParts& parts, std::chrono::milliseconds heartbeatLimit, std::chrono::milliseconds reconnectLimit)
     : AgentParts(parts),
       mayResume_(heartbeatLimit.count() != 0 && reconnectLimit.count() != 0),
-      heartbeatTask_(timer_.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
-      processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
-      lifelines_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
+      heartbeatTask_(timer_.add([this](Timer::TimePoint now) { return beat(now); })),
+      processes_([this](int fd, UniqueFunction<void()> onReadable) {
+        messenger_.progress().watch(fd, std::move(onReadable));
+      }),
+      lifelines_([this](int fd, UniqueFunction<void()> onReadable) {
+        messenger_.progress().watch(fd, std::move(onReadable));
+      }),
       heartbeat_(directory_, heartbeatLimit, reconnectLimit) {}
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
@@ -77,7 +81,7 @@ void PeerMonitor::sayGoodbye() {
   for (Peer* peer : directory_.all()) {
     const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
     if (wasMet && peer->isThere() && peer->member().session != self_.session) {
-      messenger_.postControl(*peer, wire::Kind::kGoodbye);
+      messenger_.postControl(*peer, {wire::Kind::kGoodbye});
     }
   }
 }
@@ -119,7 +123,7 @@ void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
 }
 
 Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
-  messenger_.submit([this, now] { checkHeartbeatsWithWorkerLock(now); });
+  messenger_.progress().submit([this, now] { checkHeartbeatsWithWorkerLock(now); });
   messenger_.requestRepair(); // a worker that only answers has no call that would time out and show that it is deaf
   return now + heartbeat_.period();
 }

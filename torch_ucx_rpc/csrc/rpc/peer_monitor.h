@@ -3,7 +3,7 @@
 #include "messaging/event_handlers.h"
 #include "messaging/heartbeat.h"
 #include "peers/lifelines.h"
-#include "peers/peer_observer.h"
+#include "peers/peer.h"
 #include "peers/process_watch.h"
 #include "rpc/agent_parts.h"
 

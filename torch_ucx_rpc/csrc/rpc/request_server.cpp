@@ -226,7 +226,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
     return;
   }
   // A control frame does not queue behind answers, nor does it need room at the caller.
-  messenger_.postControl(to, Refused{callId, why});
+  messenger_.postControl(to, refused(callId, why));
 }
 
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) {

@@ -1,9 +1,9 @@
 #pragma once
 
 #include "messaging/event_handlers.h"
+#include "peers/peer.h"
 #include "rpc/agent_parts.h"
 #include "rpc/device_maps.h"
-#include "rpc/open_request.h"
 #include "torch_glue/rref_holders.h"
 
 #include <torch/csrc/distributed/rpc/request_callback.h>
@@ -17,11 +17,39 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::JitFuture;
 using torch::distributed::rpc::RequestCallback;
+
+// Counts a request as open for as long as the object lives, with the peer that sent it (Peer::requestsOpen). To be
+// destroyed after the answer is posted: a worker that leaves waits until the count is 0.
+class OpenRequest {
+ public:
+  OpenRequest(Peer& from, uint64_t callId) : from_(&from), callId_(callId) {
+    from.requestsOpen.fetch_add(1);
+  }
+  OpenRequest(OpenRequest&& other) noexcept : from_(std::exchange(other.from_, nullptr)), callId_(other.callId_) {}
+  OpenRequest& operator=(OpenRequest&&) = delete;
+  ~OpenRequest() {
+    if (from_ != nullptr) {
+      from_->requestsOpen.fetch_sub(1);
+    }
+  }
+
+  Peer& from() const {
+    return *from_;
+  }
+  uint64_t callId() const {
+    return callId_;
+  }
+
+ private:
+  Peer* from_;
+  uint64_t callId_;
+};
 
 // Serves requests, from their arrival to their answers. A request gets exactly one answer, or a refusal with the
 // reason, unless its caller is gone or has given up by then. Thread-safe.

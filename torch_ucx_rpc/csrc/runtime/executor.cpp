@@ -43,7 +43,7 @@ Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, T
       coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMaxLeaders),
       nestingLimit_(std::max(maxRequests, nestingLimit)),
       hooks_(std::move(hooks)),
-      checkTask_(timer.add("threads", [this](Clock::time_point now) { return check(now); })) {}
+      checkTask_(timer.add([this](Clock::time_point now) { return check(now); })) {}
 
 void Executor::start(Leader& leader) {
   const std::lock_guard lock(mutex_);

@@ -36,8 +36,8 @@ void Timer::Task::dueBy(TimePoint when) {
   timer_.changed_.notify_one(); // after the lock is released, since the thread that wakes up needs it
 }
 
-Timer::Task& Timer::add(std::string name, Task::Run run) {
-  return *tasks_.emplace_back(new Task(*this, std::move(name), std::move(run)));
+Timer::Task& Timer::add(Task::Run run) {
+  return *tasks_.emplace_back(new Task(*this, std::move(run)));
 }
 
 void Timer::start() {

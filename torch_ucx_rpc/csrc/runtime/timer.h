@@ -6,13 +6,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
-// One thread that runs named tasks when they are due. Each task decides when it runs again, so no other object keeps
+// One thread that runs tasks when they are due. Each task decides when it runs again, so no other object keeps
 // flags or due times for it. Tasks run one after another, and a task must not block. Thread-safe, except add().
 class Timer {
  public:
@@ -34,18 +33,14 @@ class Timer {
     bool isScheduled() const {
       return due_.load() != kNever;
     }
-    const std::string& name() const {
-      return name_;
-    }
 
    private:
     friend class Timer;
     // Runs the task and returns when it wants to run again. kNever: not before the next dueBy().
     using Run = std::function<TimePoint(TimePoint now)>;
-    Task(Timer& timer, std::string name, Run run) : timer_(timer), name_(std::move(name)), run_(std::move(run)) {}
+    Task(Timer& timer, Run run) : timer_(timer), run_(std::move(run)) {}
 
     Timer& timer_;
-    const std::string name_;
     const Run run_;
     std::atomic<TimePoint> due_{kNever}; // written with timer_.mutex_ held
   };
@@ -59,7 +54,7 @@ class Timer {
   Timer& operator=(const Timer&) = delete;
 
   // Adds a task; not after start(). The task lives as long as the timer.
-  Task& add(std::string name, Task::Run run);
+  Task& add(Task::Run run);
 
   void start();
   void stop(); // waits for a task in progress; idempotent

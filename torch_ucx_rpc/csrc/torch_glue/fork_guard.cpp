@@ -1,5 +1,6 @@
 #include "torch_glue/fork_guard.h"
 
+#include "base/rpc_failure.h"
 #include "torch_glue/torch_state.h"
 
 #include <pthread.h>
@@ -44,11 +45,23 @@ void noticeForks() {
   (void)registered;
 }
 
-} // namespace
-
 uint64_t forkCount() {
   noticeForks();
   return forks.load(std::memory_order_relaxed);
+}
+
+} // namespace
+
+ProcessGuard::ProcessGuard(std::string worker) : worker_(std::move(worker)), forks_(forkCount()) {}
+
+void ProcessGuard::check() const {
+  if (forks_ != forkCount()) {
+    throw RpcFailure(
+        RpcFailure::Kind::kForked,
+        "RPC cannot be used in a process that was forked from worker '" + worker_ +
+            "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the "
+            "process with multiprocessing's start method spawn or forkserver and call init_rpc in it.");
+  }
 }
 
 void keepInForks(std::weak_ptr<void> object) {

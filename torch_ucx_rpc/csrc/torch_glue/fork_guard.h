@@ -2,14 +2,25 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 // A forked child has this process's memory but not its threads. UCX's connections do not work in it either. If the
 // child used an agent, it could hang or disturb the parent.
 namespace torch_ucx_rpc {
 
-// How many forks lie between the first process that used this file and this one. An object made at another count
-// belongs to the parent. Thread-safe.
-uint64_t forkCount();
+// Tells the process of a worker's agent from those forked from it. Thread-safe.
+class ProcessGuard {
+ public:
+  // The agent belongs to the process that makes the guard. `worker` is its name.
+  explicit ProcessGuard(std::string worker);
+
+  // Throws RpcFailure in a process that was forked from the agent's.
+  void check() const;
+
+ private:
+  const std::string worker_;
+  const uint64_t forks_; // between the first process that used this file and the agent's
+};
 
 // Children forked from now on never destroy the object, not even at exit. They leave the deletion of torch's
 // references to RRefs to the parent. Thread-safe.

@@ -31,42 +31,29 @@ struct Reach {
     return kMember;
   }
 };
-// clang-format off
-struct NextRRefId { friend auto reach(NextRRefId); };
-struct ContextAgent { friend auto reach(ContextAgent); };
-struct ContextMutex { friend auto reach(ContextMutex); };
-struct ContextDestroyed { friend auto reach(ContextDestroyed); };
-struct AutogradInstance { friend auto reach(AutogradInstance); };
-struct AutogradInitialized { friend auto reach(AutogradInitialized); };
-struct AutogradRank { friend auto reach(AutogradRank); };
-struct NextContextId { friend auto reach(NextContextId); };
-struct NextMessageId { friend auto reach(NextMessageId); };
-struct ContextForks { friend auto reach(ContextForks); };
-struct ContextOwners { friend auto reach(ContextOwners); };
-struct ContextPendingOwners { friend auto reach(ContextPendingOwners); };
-struct ContextPendingUsers { friend auto reach(ContextPendingUsers); };
-struct ContextConfirmedUsers { friend auto reach(ContextConfirmedUsers); };
-struct HasTimedOut { friend auto reach(HasTimedOut); };
-struct ContextMapsMutex { friend auto reach(ContextMapsMutex); };
-struct AutogradContexts { friend auto reach(AutogradContexts); };
-// clang-format on
-template struct Reach<&RRefContext::nextLocalId_, NextRRefId>;
-template struct Reach<&RRefContext::agent_, ContextAgent>;
-template struct Reach<&RRefContext::destroyedMutex_, ContextMutex>;
-template struct Reach<&RRefContext::destroyed_, ContextDestroyed>;
-template struct Reach<&DistAutogradContainer::getInstanceInternal, AutogradInstance>;
-template struct Reach<&DistAutogradContainer::initialized_, AutogradInitialized>;
-template struct Reach<&DistAutogradContainer::worker_id_, AutogradRank>;
-template struct Reach<&DistAutogradContainer::next_context_id_, NextContextId>;
-template struct Reach<&DistAutogradContainer::next_autograd_message_id_, NextMessageId>;
-template struct Reach<&RRefContext::forks_, ContextForks>;
-template struct Reach<&RRefContext::owners_, ContextOwners>;
-template struct Reach<&RRefContext::pendingOwners_, ContextPendingOwners>;
-template struct Reach<&RRefContext::pendingUsers_, ContextPendingUsers>;
-template struct Reach<&RRefContext::confirmedUsers_, ContextConfirmedUsers>;
-template struct Reach<&RRef::timedOut_, HasTimedOut>;
-template struct Reach<&RRefContext::mutex_, ContextMapsMutex>;
-template struct Reach<&DistAutogradContainer::autograd_contexts_, AutogradContexts>;
+// NOLINTNEXTLINE(cppcoreguidelines-macro-usage): it declares a type
+#define TORCH_UCX_RPC_REACH(Tag, member) \
+  struct Tag {                           \
+    friend auto reach(Tag);              \
+  };                                     \
+  template struct Reach<&member, Tag>
+TORCH_UCX_RPC_REACH(NextRRefId, RRefContext::nextLocalId_);
+TORCH_UCX_RPC_REACH(ContextAgent, RRefContext::agent_);
+TORCH_UCX_RPC_REACH(ContextMutex, RRefContext::destroyedMutex_);
+TORCH_UCX_RPC_REACH(ContextDestroyed, RRefContext::destroyed_);
+TORCH_UCX_RPC_REACH(AutogradInstance, DistAutogradContainer::getInstanceInternal);
+TORCH_UCX_RPC_REACH(AutogradInitialized, DistAutogradContainer::initialized_);
+TORCH_UCX_RPC_REACH(AutogradRank, DistAutogradContainer::worker_id_);
+TORCH_UCX_RPC_REACH(NextContextId, DistAutogradContainer::next_context_id_);
+TORCH_UCX_RPC_REACH(NextMessageId, DistAutogradContainer::next_autograd_message_id_);
+TORCH_UCX_RPC_REACH(ContextForks, RRefContext::forks_);
+TORCH_UCX_RPC_REACH(ContextOwners, RRefContext::owners_);
+TORCH_UCX_RPC_REACH(ContextPendingOwners, RRefContext::pendingOwners_);
+TORCH_UCX_RPC_REACH(ContextPendingUsers, RRefContext::pendingUsers_);
+TORCH_UCX_RPC_REACH(ContextConfirmedUsers, RRefContext::confirmedUsers_);
+TORCH_UCX_RPC_REACH(HasTimedOut, RRef::timedOut_);
+TORCH_UCX_RPC_REACH(ContextMapsMutex, RRefContext::mutex_);
+TORCH_UCX_RPC_REACH(AutogradContexts, DistAutogradContainer::autograd_contexts_);
 
 constexpr int kContextNumberBits = 48;
 

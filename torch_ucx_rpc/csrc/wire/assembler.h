@@ -3,7 +3,6 @@
 #include "base/bytes.h"
 #include "wire/header.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <unordered_map>
@@ -11,24 +10,19 @@
 
 namespace torch_ucx_rpc::wire {
 
-// One active message as it arrived: its bytes, or the transport's handle for bytes that still wait at the sender. A
-// rendezvous must be received or released exactly once. The assembler only passes it on.
+// One active message as it arrived: its bytes, or a handle for bytes that still wait at the sender. A rendezvous must
+// be received or released exactly once. The assembler only passes it on.
 struct Piece {
   Bytes data; // empty for a rendezvous
-  void* rendezvous = nullptr; // the transport's handle
+  void* rendezvous = nullptr; // an Announcement of messaging/receiving.h
   uint64_t rendezvousBytes = 0;
   uint64_t offset = 0; // in its span
-  void* announcement = nullptr; // of a rendezvous that has a number: see messaging/connection.h
 
   bool isRendezvous() const {
     return rendezvous != nullptr;
   }
   uint64_t size() const {
     return isRendezvous() ? rendezvousBytes : data.size();
-  }
-  // Copies the bytes of a piece that has come eagerly to their place in the memory of its span.
-  void copyInto(void* span) const {
-    std::copy_n(data.data(), data.size(), static_cast<std::byte*>(span) + offset);
   }
 };
 

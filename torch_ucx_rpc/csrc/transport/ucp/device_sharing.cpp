@@ -1,7 +1,7 @@
 #include "transport/ucp/device_sharing.h"
 
 #include "transport/ucp/cuda_driver.h"
-#include "transport/ucp/ucp_version.h"
+#include "transport/ucp/ucp_transport.h"
 
 #include <dlfcn.h>
 

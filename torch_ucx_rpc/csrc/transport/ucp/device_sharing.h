@@ -11,7 +11,7 @@
 // it is loaded.
 namespace torch_ucx_rpc {
 
-struct UcpLibrary; // ucp_version.h
+struct UcpLibrary; // ucp_transport.h
 
 // Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can where
 // the driver has a legacy IPC handle for them and they lie in one allocation: cudaMalloc's, hence those of torch's

@@ -1,6 +1,6 @@
 #include "transport/ucp/ucp_library.h"
 
-#include "transport/ucp/ucp_version.h"
+#include "transport/ucp/ucp_transport.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -56,23 +56,10 @@ ErrorCode codeOf(ucs_status_t status) {
     case UCS_ERR_LAST_ENDPOINT_FAILURE:
       return ErrorCode::kPeerFailed;
 
-    // UCX was called wrongly, by us.
-    case UCS_ERR_NO_MESSAGE:
-    case UCS_ERR_INVALID_PARAM:
-    case UCS_ERR_INVALID_ADDR:
-    case UCS_ERR_NOT_IMPLEMENTED:
-    case UCS_ERR_MESSAGE_TRUNCATED:
-    case UCS_ERR_NO_PROGRESS:
-    case UCS_ERR_BUFFER_TOO_SMALL:
-    case UCS_ERR_NO_ELEM:
-    case UCS_ERR_ALREADY_EXISTS:
-    case UCS_ERR_OUT_OF_RANGE:
-    case UCS_ERR_UNSUPPORTED:
-    case UCS_ERR_LAST:
-      return ErrorCode::kInternal;
+    // Link and endpoint failures without a name, of other versions. Otherwise UCX was called wrongly, by us.
+    default:
+      return UCS_IS_LINK_ERROR(status) || UCS_IS_ENDPOINT_ERROR(status) ? ErrorCode::kPeerFailed : ErrorCode::kInternal;
   }
-  // Link and endpoint failures without a name, of other versions.
-  return UCS_IS_LINK_ERROR(status) || UCS_IS_ENDPOINT_ERROR(status) ? ErrorCode::kPeerFailed : ErrorCode::kInternal;
 }
 
 std::string textOf(ucs_status_t status) {

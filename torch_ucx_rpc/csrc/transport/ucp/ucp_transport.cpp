@@ -8,7 +8,6 @@
 #include "transport/ucp/ucp_library.h"
 #include "transport/ucp/ucp_operations.h"
 #include "transport/ucp/ucp_rendezvous.h"
-#include "transport/ucp/ucp_version.h"
 #include "transport/ucp/ucx_log.h"
 #include "transport/ucp/worker_address.h"
 
