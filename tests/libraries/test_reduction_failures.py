@@ -25,7 +25,9 @@ from tests.support import workers
 from tests.support.labs import VirtualHosts, needs_virtual_hosts
 from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc import reduction
+from torch_ucx_rpc._workers import members
 from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.reduction._office import office
 
 from ._jobs import KILLED, Stalls, die
 from ._training import SGD, are_equal, batches, make_model, parameters_of, process_group, step_of, train
@@ -69,6 +71,28 @@ def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
     assert are_equal(torch.load(steps.directory / "1.pt"), torch.load(steps.directory / "3.pt"))
     # gloo's process group waits for the dead worker.
     os._exit(0)
+
+
+def test_a_member_that_decides_learns_what_it_decides(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, found_without_an_office, Steps(tmp_path), (tmp_path / "store").as_uri(), init=False)
+
+
+def found_without_an_office(rank: int, steps: Steps, url: str) -> None:
+    enter(url, rank)
+    if rank == 0:
+        # A message of another worker's makes the group alike. This worker founds it.
+        members.group("reduction").wait(timeout=20)
+        steps.done("founded")
+    else:
+        steps.wait_for("founded")
+        own = office()
+        eventually(lambda: own.epoch is not None and len(own.epoch.members) == 2, "two members")
+        eventually(lambda: rpc.rpc_sync("worker0", has_office), "an office of the decider")
+    steps.meet("over", rank, 2)
+
+
+def has_office() -> bool:
+    return office.is_made()
 
 
 # ------------------------------------------------------------------------------------------ trainers that come and go

@@ -112,7 +112,10 @@ class Office:
         if decides:
             for one in epoch.members:
                 self._call(one.name, _tell_all, epoch.number, then=functools.partial(self._learn, epoch, one.name))
-        elif not self._is_in():
+        elif self._is_in():
+            # It may have come to decide by the messages of a group alone, without an office.
+            self._call(epoch.decider.name, _come)
+        else:
             # A trainer that needs it comes back at once, through `keep_in`.
             delay, self._coming_back_s = self._coming_back_s, min(2 * self._coming_back_s, _MOST_S)
             self._later(delay, self.keep_in)
@@ -401,7 +404,7 @@ def _receive(opening: Opening) -> None:
 
 
 def _come() -> None:
-    office()
+    office().keep_in()
 
 
 @rpc.functions.async_execution
