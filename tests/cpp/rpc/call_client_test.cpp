@@ -2,17 +2,9 @@
 
 #include "rpc/call_client.h"
 
-#include "agent_parts_of.h"
-#include "fake_rpc_agent.h"
-#include "handlers.h"
-#include "tensors/self_copy.h"
-#include "tensors/tensor_codec.h"
-#include "test_worker.h"
-#include "torch_messages.h"
+#include "call_client_fixture.h"
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/rpc/rref_context.h>
-#include <torch/csrc/distributed/rpc/rref_proto.h>
 
 #include <chrono>
 #include <future>
@@ -22,78 +14,12 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 namespace {
 
 using Kind = RpcFailure::Kind;
-
-class CallClientTest : public testing::Test {
- protected:
-  explicit CallClientTest(const std::vector<Member>& members = membersOf(3)) : members_(members) {
-    mine_.answers = &calls_;
-    one_.startThreads();
-  }
-  ~CallClientTest() override {
-    one_.close();
-    calls_.shutDown();
-    two_.close();
-    EXPECT_TRUE(eventually([&] { return one_.holds() == 0 || hasEnded_; })) << "the agent is kept alive";
-    for (Rank rank = 1; rank <= 2; ++rank) {
-      EXPECT_EQ(one_.peer(rank).eagerBytesOpen.load(), 0u);
-    }
-  }
-
-  Future call(
-      const std::string& text = "call",
-      milliseconds timeout = milliseconds(0),
-      MessageType type = MessageType::PYTHON_CALL,
-      Rank to = 1) {
-    return calls_.send(one_.peer(to), makeMessage(type, text), timeout, {});
-  }
-  // The id of the last call that reached the callee.
-  uint64_t arrivedCall() {
-    two_.takeIn();
-    return callee_.requests.empty() ? ~0ull : callee_.requests.back().header.callId;
-  }
-  // Answers as the callee, and lets the caller take the answer in.
-  void answerWith(uint64_t callId, const c10::intrusive_ptr<Message>& message) {
-    Peer& caller = two_.peer(0);
-    two_.messenger.post(
-        caller, wire::Kind::kResponse, callId, encodeMessage(message, caller, {}, &two_.messenger.transport()));
-    one_.takeIn();
-  }
-  void answerWith(uint64_t callId, const std::string& text) {
-    answerWith(callId, makeMessage(MessageType::PYTHON_RET, text));
-  }
-  void endCallee(Peer::State state, ErrorCode code, const std::string& why) {
-    Peer& callee = one_.peer(1);
-    Error error(code, why);
-    ASSERT_TRUE(callee.moveTo(state, state == Peer::State::kFailed ? callee.lost(error) : std::move(error)));
-    calls_.onPeerGone(callee);
-  }
-  void endLifetime() {
-    hasEnded_ = true;
-    one_.endLifetime();
-  }
-
-  const std::vector<Member> members_;
-  LoopbackNetwork network_;
-  Handlers others_;
-  Handlers callee_;
-  EventHandlers mine_ = others_.all;
-  TestWorker one_{network_, 0, members_, mine_, &copyForSelf};
-  TestWorker two_{network_, 1, members_, callee_.all, &copyForSelf};
-  TestWorker three_{network_, 2, members_, others_.all, &copyForSelf};
-  DeviceMaps deviceMaps_;
-  bool isInterrupted_ = false;
-  bool hasEnded_ = false;
-  CallClient calls_{partsOf(one_), deviceMaps_, [this] {
-                      if (isInterrupted_) {
-                        throw Interrupted();
-                      }
-                    }};
-};
 
 // ------------------------------------------------------------------------------------------------------------ answers
 
@@ -210,196 +136,6 @@ TEST_F(CallClientTest, EachCallHasADeadlineOfItsOwn) {
   EXPECT_EQ(calls_.open(), 1u) << "a timeout of 0 is none";
   EXPECT_FALSE(none->completed());
   EXPECT_EQ(calls_.timedOut(), 2u);
-}
-
-class RRefCreationTest : public CallClientTest {
- protected:
-  static void SetUpTestSuite() {
-    rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
-  }
-  static void TearDownTestSuite() {
-    rpc::RpcAgent::setCurrentRpcAgent(nullptr);
-  }
-
-  Future create() {
-    one_.now.store(Timer::Clock::now()); // deadlines count from then
-    Future creation = call("create", std::chrono::hours(5), MessageType::PYTHON_REMOTE_CALL);
-    (void)arrivedCall();
-    return creation;
-  }
-};
-
-// A thread that calls rpc.remote() may be interrupted for longer than the timeout, after the request has left.
-TEST_F(RRefCreationTest, CreationThatTimesOutFailsOnceTorchKnowsItsRRef) {
-  const Future creation = create();
-  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
-  EXPECT_EQ(calls_.open(), 1u);
-  EXPECT_EQ(calls_.timedOut(), 0u);
-
-  rpc::RRefContext& context = rpc::RRefContext::getInstance();
-  const c10::intrusive_ptr<rpc::UserRRef> rref = context.createUserRRef(1, at::AnyType::get());
-  rref->registerOwnerCreationFuture(creation);
-  context.addPendingUser(rref->forkId(), rref);
-  one_.advance(milliseconds(1));
-  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
-  EXPECT_EQ(calls_.timedOut(), 1u);
-  EXPECT_THROW((void)rref->toHere(), c10::Error) << "torch says that the creation has timed out";
-  context.delPendingUser(rref->forkId());
-}
-
-TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
-  const Future creation = create();
-  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
-  EXPECT_EQ(calls_.open(), 1u);
-  one_.advance(std::chrono::hours(1));
-  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
-}
-
-// torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of values to come.
-TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
-  const Future creation = create();
-  const uint64_t id = callee_.requests.back().header.callId;
-  rpc::RRefContext& context = rpc::RRefContext::getInstance();
-  const c10::intrusive_ptr<rpc::UserRRef> rref = context.createUserRRef(1, at::AnyType::get());
-  rref->registerOwnerCreationFuture(creation);
-  context.addPendingUser(rref->forkId(), rref);
-  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
-  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
-  context.delPendingUser(rref->forkId());
-
-  const auto acknowledge = [&](uint64_t number) {
-    ASSERT_EQ(callee_.requests.size(), number);
-    answerWith(callee_.requests.back().header.callId, rpc::RRefAck().toMessage());
-  };
-  const auto deleteReference = [&] {
-    Future deletion =
-        calls_.send(one_.peer(1), rpc::RRefUserDelete(rref->rrefId(), rref->forkId()).toMessage(), milliseconds(0), {});
-    two_.takeIn();
-    return deletion;
-  };
-  // The function returned a future, so the owner knows the reference and forgets it now.
-  const Future deletion = deleteReference();
-  acknowledge(2);
-  EXPECT_EQ(answer(deletion)->type(), MessageType::RREF_ACK);
-  EXPECT_TRUE(calls_.owesDeletions());
-  EXPECT_EQ(calls_.open(), 0u);
-
-  EXPECT_TRUE(calls_.isAwaited(one_.peer(1), id));
-  answerWith(id, "made");
-  EXPECT_EQ(calls_.timedOut(), 1u);
-  EXPECT_FALSE(calls_.owesDeletions());
-  EXPECT_EQ(calls_.open(), 1u) << "the second deletion";
-  two_.takeIn();
-  acknowledge(3);
-  EXPECT_EQ(calls_.open(), 0u);
-
-  // A deletion after the answer goes to the owner once.
-  const Future again = deleteReference();
-  acknowledge(4);
-  EXPECT_EQ(answer(again)->type(), MessageType::RREF_ACK);
-  EXPECT_EQ(calls_.open(), 0u);
-}
-
-class FailedCreationTest : public RRefCreationTest {
- protected:
-  ~FailedCreationTest() override {
-    context_.delPendingUser(rref_->forkId());
-  }
-
-  // torch knows the RRef.
-  void registerRRef() {
-    rref_->registerOwnerCreationFuture(creation_);
-    context_.addPendingUser(rref_->forkId(), rref_);
-  }
-  void fail(uint64_t callId) {
-    answerWith(callId, makeMessage(MessageType::EXCEPTION, "no such module"));
-  }
-  void refuse(uint64_t callId) {
-    calls_.onRefused(one_.peer(1), callId, {ErrorCode::kOutOfThreads, "no thread left"});
-  }
-  // The id of the last of `number` requests: the one that reports the failure to the owner.
-  uint64_t failureThatIsSent(size_t number) {
-    EXPECT_TRUE(eventually([&] {
-      two_.takeIn();
-      return callee_.requests.size() == number;
-    }));
-    EXPECT_EQ(wire::messageTypeOf(callee_.requests.back().body()), MessageType::EXCEPTION);
-    return callee_.requests.back().header.callId;
-  }
-  void confirm(uint64_t callId) {
-    answerWith(callId, rpc::RemoteRet(rref_->rrefId(), rref_->forkId()).toMessage());
-    EXPECT_EQ(answer(creation_)->type(), MessageType::REMOTE_RET);
-    EXPECT_EQ(calls_.open(), 0u);
-  }
-
-  rpc::RRefContext& context_ = rpc::RRefContext::getInstance();
-  const c10::intrusive_ptr<rpc::UserRRef> rref_ = context_.createUserRRef(1, c10::PyObjectType::get());
-  const Future creation_ = create();
-  const uint64_t id_ = callee_.requests.back().header.callId;
-};
-
-TEST_F(FailedCreationTest, OwnerHearsOfItsError) {
-  registerRRef();
-  fail(id_);
-  const uint64_t told = failureThatIsSent(2);
-  EXPECT_FALSE(creation_->completed());
-  EXPECT_EQ(calls_.open(), 1u);
-  confirm(told);
-}
-
-TEST_F(FailedCreationTest, OwnerHearsThatItHasRefused) {
-  registerRRef();
-  refuse(id_);
-  confirm(failureThatIsSent(2));
-}
-
-TEST_F(FailedCreationTest, OwnerHearsOfTheFailureOnceTorchKnowsTheRRef) {
-  fail(id_);
-  EXPECT_TRUE(eventually([&] { return calls_.opened() == 2; })) << "it waits in the table";
-  one_.advance(milliseconds(1));
-  EXPECT_EQ(callee_.requests.size(), 1u);
-  registerRRef();
-  one_.advance(milliseconds(10));
-  confirm(failureThatIsSent(2));
-}
-
-TEST_F(FailedCreationTest, OwnerWithoutRoomForTheFailureHearsOfItAgain) {
-  registerRRef();
-  refuse(id_);
-  refuse(failureThatIsSent(2));
-  EXPECT_EQ(calls_.open(), 1u);
-  one_.advance(std::chrono::seconds(1));
-  confirm(failureThatIsSent(3));
-}
-
-TEST_F(FailedCreationTest, FailureThatTheOwnerDoesNotAcceptEndsTheCall) {
-  registerRRef();
-  fail(id_);
-  fail(failureThatIsSent(2));
-  EXPECT_EQ(failure(creation_), "no such module");
-}
-
-TEST_F(FailedCreationTest, OwnerThatDiesEndsTheCall) {
-  registerRRef();
-  fail(id_);
-  (void)failureThatIsSent(2);
-  endCallee(Peer::State::kFailed, ErrorCode::kPeerFailed, "it has died");
-  EXPECT_EQ(rpcFailure(creation_)->kind(), Kind::kWorkerLost);
-}
-
-TEST_F(FailedCreationTest, TimeoutEndsTheCallAsBefore) {
-  registerRRef();
-  fail(id_);
-  (void)failureThatIsSent(2);
-  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
-  EXPECT_EQ(rpcFailure(creation_)->kind(), Kind::kTimedOut);
-}
-
-TEST_F(RRefCreationTest, CreationThatExpiresDuringTheShutdownFailsWithIt) {
-  const Future creation = create();
-  one_.lifetime.close();
-  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
-  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kShutDown);
 }
 
 // A job with a secret seals a large request before it is posted.
