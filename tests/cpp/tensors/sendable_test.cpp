@@ -2,8 +2,7 @@
 
 #include "tensors/sendable.h"
 
-#include "loopback_transport.h"
-#include "memory/host_pool.h"
+#include "codec.h"
 #include "tensors/tensor_codec.h"
 
 #include <ATen/ATen.h>
@@ -26,39 +25,11 @@
 namespace torch_ucx_rpc {
 namespace {
 
-using torch::distributed::rpc::MessageType;
-
-std::unique_ptr<OutgoingMessage> encode(std::vector<at::Tensor> tensors, MessageType type = MessageType::PYTHON_CALL) {
-  static LoopbackNetwork network;
-  static const std::unique_ptr<Transport> transport = network.makeTransport("sender");
-  static const Peer* const peer = [] {
-    Member member;
-    member.rank = 3;
-    member.name = "ps";
-    return new Peer(std::move(member));
-  }();
-  return encodeMessage(
-      c10::make_intrusive<Message>(std::vector<char>{'p'}, std::move(tensors), type), *peer, {}, transport.get());
-}
-
-at::Tensor arrive(const OutgoingMessage& outgoing) {
-  IncomingMessage incoming;
-  incoming.header = outgoing.header;
-  incoming.eagerBody = Bytes(std::span<const std::byte>(outgoing.body));
-  for (const OutgoingMessage::Span& span : outgoing.spans) {
-    c10::DataPtr data = HostPool::instance().allocate(span.bytes.size());
-    std::memcpy(data.get(), span.bytes.data(), span.bytes.size());
-    incoming.spans.push_back({std::move(data), span.bytes.size()});
-  }
-  DecodedMessage decoded;
-  const Error error = decodeMessage(std::move(incoming), {}, decoded);
-  EXPECT_FALSE(error) << error.message();
-  return decoded.message == nullptr ? at::Tensor() : decoded.message->tensors().at(0);
-}
+using rpc::MessageType;
 
 std::string refusal(std::vector<at::Tensor> tensors, MessageType type = MessageType::PYTHON_CALL) {
   try {
-    (void)encode(std::move(tensors), type);
+    (void)encode(std::move(tensors), {'p'}, type);
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   }
@@ -102,13 +73,13 @@ TEST(SendableTest, ViewWithinAShrunkStorageArrives) {
   for (const int64_t size : kSizes) {
     const at::Tensor base = withStorageOf(at::ones({size}), 4 * size - 400);
     const at::Tensor view = base.narrow(0, 0, size - 100).fill_(7);
-    EXPECT_TRUE(arrive(*encode({view})).equal(view));
+    EXPECT_TRUE(travel(view).equal(view));
   }
 }
 
 TEST(SendableTest, TensorsWithoutElementsNeedNoMemory) {
-  EXPECT_EQ(arrive(*encode({withStorageOf(at::zeros({10}).narrow(0, 5, 0), 0)})).sizes(), at::IntArrayRef({0}));
-  EXPECT_EQ(arrive(*encode({withStorageOf(at::zeros({3, 0, 2}), 0)})).sizes(), at::IntArrayRef({3, 0, 2}));
+  EXPECT_EQ(travel(withStorageOf(at::zeros({10}).narrow(0, 5, 0), 0)).sizes(), at::IntArrayRef({0}));
+  EXPECT_EQ(travel(withStorageOf(at::zeros({3, 0, 2}), 0)).sizes(), at::IntArrayRef({3, 0, 2}));
 }
 
 TEST(SendableTest, SizesThatOverflowAreRefused) {
@@ -125,7 +96,7 @@ TEST(SendableTest, SizesThatOverflowAreRefused) {
 TEST(SendableTest, ElementsBelowAByteAreCountedAsTheyAreStored) {
   const at::Tensor packed = at::quantize_per_channel(at::rand({5, 7}), at::ones({5}), at::ones({5}), 0, at::kQUInt4x2);
   ASSERT_LT(packed.storage().nbytes(), 35u);
-  EXPECT_EQ(arrive(*encode({packed})).sizes(), packed.sizes());
+  EXPECT_EQ(travel(packed).sizes(), packed.sizes());
   expectText(refusal({withStorageOf(packed, 3)}), "which has 3 bytes of 18");
 }
 
@@ -169,7 +140,7 @@ TEST(SendableTest, RefusalNamesThePlaceAndTheMessage) {
 
 TEST(SendableTest, ZeroTensorsArriveAsZeros) {
   for (const int64_t size : kSizes) {
-    EXPECT_TRUE(arrive(*encode({at::_efficientzerotensor({size})})).equal(at::zeros({size})));
+    EXPECT_TRUE(travel(at::_efficientzerotensor({size})).equal(at::zeros({size})));
   }
 }
 
@@ -211,7 +182,7 @@ void expectNoEffect(const std::function<void(const std::function<void()>&)>& wit
   for (const at::Tensor& sent : manyKinds()) {
     SCOPED_TRACE(sent.toString());
     at::Tensor received;
-    within([&] { received = arrive(*encode({sent})); });
+    within([&] { received = travel(sent); });
     expectOrdinary(sent, received);
   }
 }
