@@ -10,36 +10,7 @@ import textwrap
 import pytest
 
 from tests.support import workers
-from tests.support.fresh import run_fresh
-
-PRELUDE = """
-import os, warnings
-# TensorPipe's start-up uses what torch itself calls deprecated.
-warnings.simplefilter("ignore", FutureWarning)
-warnings.simplefilter("ignore", UserWarning)
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-import torch
-import torch.distributed.rpc as rpc
-from torch.distributed.rpc import BackendType, backend_registry, init_rpc, rpc_sync, shutdown
-
-def agent():
-    return type(rpc.api._get_current_rpc_agent()).__name__
-
-def runs(expected, **arguments):
-    init_rpc("w0", rank=0, world_size=1, **arguments)
-    assert agent() == expected, agent()
-    assert rpc_sync("w0", torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
-    shutdown()
-
-def refused(error, *words, **arguments):
-    try:
-        init_rpc(*arguments.pop("args", ("w0",)), **{"rank": 0, "world_size": 1, **arguments})
-    except error as raised:
-        assert all(word in str(raised) for word in words), raised
-    else:
-        raise AssertionError("not refused")
-    assert not rpc.api._is_current_rpc_agent_set()
-"""
+from tests.support.fresh import PRELUDE, run_fresh
 
 
 def passes(script: str) -> None:

@@ -10,41 +10,13 @@ from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 import _torch_ucx_rpc_autoload as autoload
 from tests.support import workers
-from tests.support.fresh import run_fresh
+from tests.support.fresh import PRELUDE, run_fresh
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._torch import replace
 
 VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
 ON = {VARIABLE: "1"}
 SAID = f"{VARIABLE}: torch.distributed.rpc uses UCX instead of TensorPipe in this process\n"
-
-PRELUDE = """
-import os, sys, warnings
-# TensorPipe's start-up uses what torch itself calls deprecated.
-warnings.simplefilter("ignore")
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "0")}
-import torch
-import torch.distributed.rpc as rpc
-from torch.distributed.rpc import BackendType, TensorPipeRpcBackendOptions, backend_registry, init_rpc
-
-def runs(expected, **arguments):
-    init_rpc("w0", rank=0, world_size=1, **arguments)
-    agent = type(rpc.api._get_current_rpc_agent()).__name__
-    assert agent == expected, agent
-    assert rpc.rpc_sync("w0", torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
-    options = rpc.api._get_current_rpc_agent()._get_backend_options()
-    rpc.shutdown()
-    return options
-
-def refused(error, *words, **arguments):
-    try:
-        init_rpc("w0", rank=0, world_size=1, **arguments)
-    except error as raised:
-        assert all(word in str(raised) for word in words), raised
-    else:
-        raise AssertionError("not refused")
-    assert not rpc.api._is_current_rpc_agent_set()
-"""
 
 
 def passes(script: str) -> None:
