@@ -15,10 +15,15 @@ from ._jobs import drive, drive_with_deaths, kill, reference_step, small_model
 from ._pipelines import assert_equal_gradients, make_pipe
 
 
-def assert_step_is_as_in_one_process(pipe: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+def assert_step_is_as_in_one_process(
+    pipe: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *optimizers: Any
+) -> None:
     pipe.step(x, target=y)
     reference_step(model, F.mse_loss, 4, x, target=y)
     assert_equal_gradients(pipe, model)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # ------------------------------------------------------------------------------- the two halves of a way back
@@ -151,10 +156,7 @@ def fail_before_the_last_worker_begins() -> None:
     # The last worker is in its optimizer when the first one raises.
     mine, theirs = pipe.optimizer(SlowInTheLastStage, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 8), torch.randn(8, 4)
-    assert_step_is_as_in_one_process(pipe, model, x, y)
-    for optimizer in (mine, theirs):
-        optimizer.step()
-        optimizer.zero_grad()
+    assert_step_is_as_in_one_process(pipe, model, x, y, mine, theirs)
     with pytest.raises(StageError, match="too much"):
         pipe.step(torch.full((8, 8), 200.0), target=y)
     assert_step_is_as_in_one_process(pipe, model, x, y)
@@ -185,17 +187,14 @@ def call_off_behind_an_optimizer() -> None:
     pipe, model = make_pipe(tied_raising_model()), tied_raising_model()
     mine, theirs = pipe.optimizer(SlowWhereWeightsAreOwned, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
-    assert_step_is_as_in_one_process(pipe, model, x, y)
-    for optimizer in (mine, theirs):
-        optimizer.step()
-        optimizer.zero_grad()
+    assert_step_is_as_in_one_process(pipe, model, x, y, mine, theirs)
     # The last worker waits for the tied weight's values when the next order is called off.
     with pytest.raises(TypeError, match="stays here"):
         pipe.step(x, target=NotToBeSent())
     assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
-def test_canceled_step_leaves_the_former_optimizer_step_alone() -> None:
+def test_a_canceled_step_keeps_the_former_optimizer_step() -> None:
     drive(call_off_behind_an_optimizer, 3)
 
 
@@ -219,7 +218,7 @@ def give_what_cannot_be_pickled() -> None:
         pipe.zero_grad()
 
 
-def test_what_cannot_be_pickled_holds_up_nothing() -> None:
+def test_an_unpicklable_value_blocks_no_worker() -> None:
     drive(give_what_cannot_be_pickled, 3)
 
 
