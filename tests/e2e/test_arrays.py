@@ -171,7 +171,7 @@ def bytes_sent(*arguments: object) -> int:
 
 @pytest.mark.ucx_only
 @in_worker0(of=2)
-def test_only_what_a_view_shows_travels() -> None:
+def test_only_the_elements_of_a_view_travel() -> None:
     array = numbers(1024, 1024)
     assert array.nbytes <= bytes_sent(array) < array.nbytes + 4096
     assert array.nbytes <= bytes_sent(array, array.T) < array.nbytes + 4096
@@ -209,7 +209,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 
 @in_worker0(of=2)
-def test_they_may_stand_within_anything_that_can_be_pickled() -> None:
+def test_arrays_within_any_picklable_value_arrive() -> None:
     expected = reversed_batch(batch())
     assert_same(rpc.rpc_sync("worker1", reversed_batch, kwargs={"batch": batch()}), expected)
     assert_same(rpc.rpc_async("worker1", reversed_batch, args=(batch(),)).wait(), expected)
@@ -269,7 +269,7 @@ def gradient_of(array: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @in_worker0(of=2)
-def test_they_travel_beside_tensors_that_require_grad() -> None:
+def test_arrays_travel_beside_tensors_that_require_grad() -> None:
     array, tensor = numbers(LARGE), torch.ones(LARGE, requires_grad=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [rpc.rpc_sync("worker1", gradient_of, args=(array, tensor))])
@@ -302,7 +302,7 @@ def test_a_sent_array_is_released() -> None:
 # ---- Where nothing changes -------------------------------------------------------------------------------------------
 
 
-def test_they_are_pickled_where_no_agent_runs() -> None:
+def test_arrays_are_pickled_where_no_agent_runs() -> None:
     import torch_ucx_rpc  # noqa: F401 - teaches torch's pickler
 
     pickled, tensors = serialize(numbers(LARGE))
@@ -319,11 +319,11 @@ def echo_on_tensorpipe(rank: int) -> None:
         np.testing.assert_array_equal(rpc.rpc_sync("worker1", one_more, args=(array,)), array + 1)
 
 
-def test_tensorpipe_in_the_same_process_pickles_them() -> None:
+def test_tensorpipe_in_the_same_process_pickles_arrays() -> None:
     run_job(2, echo_on_tensorpipe, backend="TENSORPIPE")
 
 
-def test_no_library_of_arrays_is_imported_for_it() -> None:
+def test_sending_imports_no_library_of_arrays() -> None:
     (done,) = run_program("""
         import sys
         import torch
@@ -347,7 +347,7 @@ class DeviceBuffer:
 
 @pytest.mark.ucx_only
 @in_worker0(of=1)
-def test_without_device_maps_their_libraries_pickle_them() -> None:
+def test_without_device_maps_the_library_pickles_its_arrays() -> None:
     DeviceBuffer.__module__, name = "rmm.pylibrmm.device_buffer", DeviceBuffer.__module__
     reducer = _internal_rpc_pickler._dispatch_table[DeviceBuffer]
     DeviceBuffer.__module__ = name

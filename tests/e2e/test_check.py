@@ -20,7 +20,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
-def test_alone_it_starts_workers_and_exits_by_its_warnings() -> None:
+def test_check_alone_starts_workers_and_exits_by_its_warnings() -> None:
     done = subprocess.run([*COMMAND, "--json"], env=environment(), capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert [(pair["caller"], pair["callee"]) for pair in report["pairs"]] == [

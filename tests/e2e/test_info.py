@@ -119,14 +119,14 @@ def test_a_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "swordfish" not in text
 
 
-def test_the_variables_that_mean_something_are_all_known() -> None:
+def test_every_variable_of_ucx_and_ours_is_known() -> None:
     files = {*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp"), PACKAGE.parent / "_torch_ucx_rpc_autoload.py"}
     files.remove(PACKAGE / "_cli" / "info.py")
     read = {name for file in files for name in re.findall(r'"(TORCH_UCX_RPC_[A-Z_]+)"', file.read_text("utf-8"))}
     assert read == info._OWN_VARIABLES
 
 
-def test_devices_that_leave_out_the_way_to_rank_0_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_cannot_reach_rank_0_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(info.network, "interface_to", lambda host: "eth7")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")

@@ -256,7 +256,7 @@ def test_one_thread_shortens_ucxs_wait_but_not_its_childrens() -> None:
     )
 
 
-def test_more_python_threads_leave_ucxs_wait_alone() -> None:
+def test_more_python_threads_do_not_change_ucxs_wait() -> None:
     run_fresh(
         LOADED_WITH
         + """
@@ -271,7 +271,7 @@ def test_more_python_threads_leave_ucxs_wait_alone() -> None:
     )
 
 
-def test_how_long_a_user_lets_ucx_wait_stands() -> None:
+def test_a_users_limit_for_ucxs_wait_is_kept() -> None:
     run_fresh(
         LOADED_WITH
         + """

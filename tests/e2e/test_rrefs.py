@@ -105,7 +105,7 @@ def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
 
 @over_shared_memory
 @in_worker0(of=2)
-def test_an_rref_to_a_local_object_is_its_own() -> None:
+def test_an_rref_to_a_local_object_is_local() -> None:
     counter = Counter()
     rref = rpc.RRef(counter)
     assert rref.is_owner()

@@ -116,7 +116,7 @@ def test_much_output_arrives_whole_and_in_lines() -> None:
     assert len(lines) == 4002
 
 
-def test_workers_go_on_when_their_output_is_not_read(tmp_path: Path) -> None:
+def test_unread_output_stops_no_worker(tmp_path: Path) -> None:
     code = f"import sys; [print('x' * 500) for _ in range(2000)]; open({str(tmp_path / 'done')!r}, 'w')"
     with subprocess.Popen([*COMMAND, "-n", "1", "-c", code], env=ENVIRON, stdout=subprocess.PIPE) as launcher:
         launcher.stdout.readline()
@@ -330,7 +330,7 @@ time.sleep(60)
     assert done.stderr.count("the cause of attempt 0") == 1
 
 
-def test_ctrl_c_is_no_reason_for_a_restart() -> None:
+def test_ctrl_c_causes_no_restart() -> None:
     with running("--max-restarts", "3") as (launcher, pids):
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=60)

@@ -39,13 +39,15 @@ def test_workers_that_share_a_secret_meet() -> None:
         ([SECRET, OTHER], ("rank 0 .* has another secret than rank 1", "rank 1 .* has another secret than rank 0")),
     ],
 )
-def test_workers_that_do_not_are_refused_with_both_named(secrets: list[Secret | None], says: tuple[str, str]) -> None:
+def test_workers_without_a_common_secret_are_refused_by_name(
+    secrets: list[Secret | None], says: tuple[str, str]
+) -> None:
     for said, error in zip(says, run_workers(2, meet_with, secrets, init=False), strict=True):
         assert re.search(f"^JoinFailed: the workers do not share one secret: {said}", error), error
         assert f"by secret_file, {FILE_VARIABLE} or {VARIABLE}, or none." in error
 
 
-def test_the_others_hear_of_it_from_rank_0() -> None:
+def test_rank_0_tells_all_workers_of_a_wrong_secret() -> None:
     errors = run_workers(3, meet_with, [SECRET, SECRET, OTHER], init=False)
     assert errors[0] == errors[1]
     assert "rank 0 ('worker0', pid " in errors[0]

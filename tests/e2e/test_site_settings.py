@@ -57,7 +57,7 @@ def test_init_rpc_raises_the_limit_of_files_but_for_children() -> None:
     assert workers.run_workers(1, limits_beside_rpc, 500, init=False) == [(0, 500)]
 
 
-def test_init_rpc_keeps_the_limit_of_files_if_told_so() -> None:
+def test_init_rpc_keeps_the_limit_of_files_on_request() -> None:
     [(lack, of_child)] = workers.run_workers(1, limits_beside_rpc, 500, init=False, env=KEEPS_LIMIT)
     assert (lack > 0, of_child) == (True, 500)
 

@@ -151,7 +151,7 @@ def test_snapshots_are_constant_comparable_and_serializable() -> None:
 
 
 @in_every_worker(of=2, init=False, shutdown=False)
-def test_without_a_running_agent_there_are_none(rank: int) -> None:
+def test_without_an_agent_there_are_no_statistics(rank: int) -> None:
     with pytest.raises(NotRunning, match=r"RPC is not running with the backend UCX; call init_rpc"):
         statistics()
     init_rpc(rank)
@@ -230,7 +230,7 @@ def test_top_shows_all_workers_of_the_job() -> None:
 
 
 @in_worker0(of=3)
-def test_a_worker_asks_those_on_other_hosts_by_rpc() -> None:
+def test_workers_on_other_hosts_are_asked_by_rpc() -> None:
     [own] = [found for found in observation().workers_of_this_host() if found.pid == os.getpid()]
     answers = own.ask([1, 2, 7])
     assert [answers[rank].name for rank in (1, 2)] == ["worker1", "worker2"]
@@ -266,7 +266,7 @@ def test_a_worker_that_cannot_be_watched_works(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_where_no_worker_runs_top_says_where_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_without_a_worker_says_where_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
     from _torch_ucx_rpc_cli import ExitCode, main
 
     assert main(["top", "--once", "--pid", str(os.getpid())]) == ExitCode.NO_JOB

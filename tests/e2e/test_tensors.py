@@ -231,7 +231,7 @@ def bytes_sent(*arguments: object) -> int:
 
 @pytest.mark.ucx_only
 @in_worker0(of=2)
-def test_only_what_a_view_shows_travels() -> None:
+def test_only_the_elements_of_a_view_travel() -> None:
     huge = torch.zeros(16 * LARGE)
     nbytes = huge.nbytes
     assert nbytes <= bytes_sent(huge) < nbytes + 4096

@@ -34,7 +34,7 @@ def test_the_options_choose_the_agent() -> None:
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
-def test_nothing_of_it_is_imported_otherwise() -> None:
+def test_testing_is_not_imported_unasked() -> None:
     [ended] = run_program("""
         import sys, torch_ucx_rpc
         import torch.distributed.rpc as rpc

@@ -36,12 +36,12 @@ def printed_by(tutorial: Path, on: str) -> str:
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)
-def test_it_knows_nothing_of_ucx(tutorial: Path) -> None:
+def test_tutorials_do_not_mention_ucx(tutorial: Path) -> None:
     assert "ucx" not in tutorial.read_text(encoding="utf-8").lower()
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)
-def test_it_runs_on_ucx(tutorial: Path) -> None:
+def test_tutorials_run_on_ucx(tutorial: Path) -> None:
     assert printed_by(tutorial, "UCX")
 
 

@@ -79,7 +79,7 @@ def test_worker_finds_the_same_as_a_plain_program(fact: str, start: str, facts: 
 
 @both
 @pytest.mark.parametrize("fact", OWN)
-def test_no_two_workers_have_the_same(fact: str, start: str, facts: Facts) -> None:
+def test_no_two_workers_share_a_fact(fact: str, start: str, facts: Facts) -> None:
     one, other = facts.told[start]
     assert len({one["own"][fact], other["own"][fact], facts.python["own"][fact]}) == 3
 

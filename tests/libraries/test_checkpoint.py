@@ -115,7 +115,7 @@ def train_reference(model: nn.Module, optimizer: torch.optim.Optimizer, some: An
     return losses
 
 
-def test_other_stages_and_one_process_go_on_bit_for_bit(tmp_path, backend):
+def test_other_stages_and_one_process_resume_bit_for_bit(tmp_path, backend):
     drive(go_on_with_other_stages, 3, str(tmp_path), backend=backend)
 
 
@@ -146,7 +146,7 @@ def save_behind(folder: str) -> None:
     assert len(set(names)) == 1
 
 
-def test_an_asynchronous_save_has_the_state_of_its_return(tmp_path):
+def test_asynchronous_save_has_the_state_at_its_return(tmp_path):
     drive(save_behind, 3, str(tmp_path))
 
 

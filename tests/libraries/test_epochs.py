@@ -169,7 +169,7 @@ def hold_the_gil(rank: int, steps: Steps) -> None:
     steps.meet("back", rank, 3)
 
 
-def test_a_worker_that_leaves_is_no_member(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_worker_that_left_is_not_a_member(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, leave, Steps(tmp_path))
 
 

@@ -17,7 +17,7 @@ from torch_ucx_rpc.errors import NotRunning, ShutDown
 RunWorkers = Callable[..., list]
 
 
-def test_each_life_has_its_own(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_each_life_of_a_worker_has_its_own_state(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(1, live_twice, Steps(tmp_path), init=False)
 
 
@@ -49,7 +49,7 @@ def live_twice(rank: int, steps: Steps) -> None:
     assert lives[0].number != lives[1].number
 
 
-def test_a_life_knows_the_dead_before_it_tells_of_them(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_a_life_knows_a_death_before_it_reports_it(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(2, outlive, Steps(tmp_path), shutdown=False, exit_codes={1: -signal.SIGKILL})
 
 

@@ -143,7 +143,7 @@ def ask_after_losses(folder: str) -> None:
     pipe.synchronize()
 
 
-def test_whatever_is_asked_of_a_pipeline_is_answered_by_a_spare(tmp_path: Path) -> None:
+def test_a_spare_answers_every_request_to_a_pipeline(tmp_path: Path) -> None:
     drive_with_deaths(ask_after_losses, 6, (2, 3, 4), str(tmp_path / "ckpt"))
 
 

@@ -348,7 +348,7 @@ def recall(folder: str, kill_after: int | None) -> list[float]:
     return losses
 
 
-def test_what_is_done_again_is_done_under_the_same_circumstances(tmp_path):
+def test_repeated_work_has_the_modes_of_the_first_time(tmp_path):
     undisturbed = drive(recall, 3, str(tmp_path / "a"), None)
     for kill_after in (2, 4, 5):
         disturbed = drive_with_deaths(recall, 4, (2,), str(tmp_path / f"{kill_after}"), kill_after)
@@ -590,5 +590,5 @@ def refuse() -> None:
         fixed.step(x[:1], target=y[:1])
 
 
-def test_what_cannot_be_is_refused_with_the_cure():
+def test_impossible_pipelines_are_refused_with_the_cure():
     drive(refuse, 3)

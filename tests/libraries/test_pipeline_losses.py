@@ -63,7 +63,7 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
         optimizer.zero_grad()
 
 
-def test_an_order_that_a_worker_cannot_take_or_answer_is_no_loss(tmp_path, backend):
+def test_unpicklable_orders_and_answers_lose_no_worker(tmp_path, backend):
     # Torch writes a worker's errors of unpickling to stderr.
     drive(give_what_a_worker_cannot_take, 4, str(tmp_path), backend=backend, silent=False)
 

@@ -137,7 +137,7 @@ def rematerialize_what_is_worth_it() -> None:
         pipe.close()
 
 
-def test_nothing_is_rematerialized_whose_backward_comes_next() -> None:
+def test_no_forward_is_repeated_right_before_its_backward() -> None:
     drive(rematerialize_what_is_worth_it, 3)
 
 

@@ -149,7 +149,7 @@ def average_dtypes(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_torchs_compression_goes_on_top(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_torchs_compression_hooks_work(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, train_compressed, Steps(tmp_path))
 
 
@@ -311,7 +311,7 @@ def first_after(steps: Steps, rank: int) -> int | None:
     return min(found, default=None)
 
 
-def test_a_trainer_whose_model_is_gone_is_not_waited_for(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_trainer_whose_model_is_gone_delays_no_step(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, train_for_different_times, Steps(tmp_path))
 
 
@@ -329,7 +329,7 @@ def train_for_different_times(rank: int, steps: Steps) -> None:
         steps.meet("trained 1", rank, 3)
 
 
-def test_newcomer_begins_though_its_donor_lets_go(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_newcomer_begins_if_its_donor_drops_the_model(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, let_go_of_a_model_asked_for, Steps(tmp_path))
 
 
@@ -348,7 +348,7 @@ def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
     steps.meet("over", rank, 3)
 
 
-def test_trainer_lets_go_of_one_of_two_models(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_trainer_can_drop_one_of_two_models(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, let_go_of_one_of_two_models, Steps(tmp_path))
 
 
@@ -562,7 +562,7 @@ def test_the_page_has_a_run_for_each_program() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=["DataParallel", "hook", "push_pull"])
-def test_programs_of_the_page_run_as_they_stand(tmp_path: Path, number: int) -> None:
+def test_programs_of_the_page_run_unedited(tmp_path: Path, number: int) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAMS[number])
     names, printed = RUNS[number]

@@ -205,7 +205,7 @@ def restart_a_trainer(process: int, steps: Steps, url: str) -> list[torch.Tensor
     return trained
 
 
-def test_after_a_backward_that_has_failed_a_trainer_goes_on(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_trainer_continues_after_a_failed_backward(run_on_both: RunWorkers, tmp_path: Path) -> None:
     first, second, _ = run_on_both(3, fail_in_backward, Steps(tmp_path))
     assert are_equal(first, second)
 

@@ -63,7 +63,7 @@ def offered() -> set[str]:
 # --------------------------------------------------------------------------------------------------------- every day
 
 
-def test_what_the_page_shows(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_the_program_of_the_page_runs(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, do_what_the_page_shows, Steps(tmp_path))
 
 
@@ -174,7 +174,7 @@ def later(x: int) -> torch.futures.Future:
     return rpc.rpc_async(own_name(), double, args=(x,))
 
 
-def test_a_service_may_answer_later_and_what_it_raises_is_raised(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_services_may_answer_later_and_their_errors_are_raised(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, answer_later_and_raise, Steps(tmp_path))
 
 
@@ -293,7 +293,7 @@ def take_names(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
-def test_an_unknown_name_is_answered_with_what_is_close(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_close_ones(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, ask_for_unknown_names, Steps(tmp_path))
 
 

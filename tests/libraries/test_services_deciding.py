@@ -282,7 +282,7 @@ def serve_in_shutdown_while_one_dies(rank: int, steps: Steps) -> None:
 # ---- Deaths on TensorPipe, where no agent tells ----------------------------------------------------------------------
 
 
-def test_names_of_the_dead_go_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
+def test_names_of_dead_workers_are_removed_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
     run_on_tensorpipe(3, lose_a_worker, Steps(tmp_path), shutdown=False, exit_codes={1: KILLED})
 
 

@@ -219,7 +219,7 @@ def unregister_too_early(rank: int, steps: Steps) -> None:
     steps.meet("over", rank, 2)
 
 
-def test_a_watch_that_is_stopped_is_told_nothing_more(run_on_both: RunWorkers) -> None:
+def test_a_stopped_watch_is_not_called_again(run_on_both: RunWorkers) -> None:
     run_on_both(1, stop_watching)
 
 

@@ -85,7 +85,7 @@ def test_a_worker_that_fails_fails_the_test_saying_how(body: object, arguments: 
     assert [line for line in lines if line not in account] == []
 
 
-def test_what_a_test_expects_is_no_failure() -> None:
+def test_expected_ends_and_output_are_no_failure() -> None:
     assert "ended with exit code 3" in account_of(leave, 3, exit_codes={1: 4})
     assert run_workers(2, leave, 3, init=False, exit_codes={1: 3}) == [None, None]
     run_workers(2, say, "something is wrong", "stderr", init=False, silent=False)

@@ -31,7 +31,7 @@ def reaches(host: VirtualHost, other: str, within_s: float = 20) -> bool:
     return "ConnectionRefusedError" in done.stderr
 
 
-def test_each_has_a_name_an_address_and_processes_of_its_own(hosts: VirtualHosts) -> None:
+def test_each_host_has_its_own_name_address_and_processes(hosts: VirtualHosts) -> None:
     for host in hosts:
         assert says(host, "hostname") == host.name
         assert f"inet {host.address}/24" in says(host, "ip", "addr", "show", "eth0")
@@ -40,7 +40,7 @@ def test_each_has_a_name_an_address_and_processes_of_its_own(hosts: VirtualHosts
         assert says(host, "stat", "--format=%d %i", ".") == f"{here.st_dev} {here.st_ino}"
 
 
-def test_they_reach_each_other_by_name_until_the_cable_is_cut(hosts: VirtualHosts) -> None:
+def test_hosts_reach_each_other_until_the_cable_is_cut(hosts: VirtualHosts) -> None:
     a, b = hosts
     assert reaches(a, "b")
     b.cut()

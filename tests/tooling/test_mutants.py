@@ -29,7 +29,7 @@ def test_mutants_have_names_of_their_own() -> None:
     assert max(Counter(mutant.name for mutant in MUTANTS).values()) == 1
 
 
-def test_a_text_that_stands_twice_or_nowhere_is_refused() -> None:
+def test_a_text_found_twice_or_nowhere_is_refused() -> None:
     with pytest.raises(Useless, match="stands nowhere"):
         Mutant("a", "a text that " + "stands in no source", "", ()).place(ROOT)
     with pytest.raises(Useless, match=r"stands torch_ucx_rpc/.*, torch_ucx_rpc/"):

@@ -41,7 +41,7 @@ def test_missing_devices_are_left_to_the_check_of_the_maps(events: list[Any]) ->
     assert events == [torch.device("cuda:0")]
 
 
-def test_ucx_starts_after_them(events: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ucx_starts_after_the_contexts(events: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = (tmp_path / "store").as_uri()
 
     def start_ucx(*_: Any) -> Any:

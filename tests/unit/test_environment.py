@@ -100,7 +100,7 @@ def test_heterogeneous_step_may_have_rank_0_on_any_first_node(group: str) -> Non
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967290"}, {"SLURM_STEP_ID": "4294967291"}])
-def test_a_batch_script_is_no_task_and_the_error_says_srun(step: dict[str, str]) -> None:
+def test_a_batch_script_is_refused_naming_srun(step: dict[str, str]) -> None:
     environ = {**SBATCH_SCRIPT, **step}
     assert find_launch(environ) is None
     assert "within job 12 of Slurm but no task of it: start it with srun" in nothing_found(environ)
@@ -121,7 +121,7 @@ def test_the_innermost_launcher_is_believed(inner: dict, outer: dict, launcher: 
     assert find_launch({**outer, **inner}).launcher == launcher
 
 
-def test_nothing_is_found_where_nothing_is() -> None:
+def test_without_variables_no_launcher_is_found() -> None:
     assert find_launch({"HOME": "/root", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}) is None
     for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         assert variable in nothing_found({})

@@ -14,7 +14,7 @@ from torch_ucx_rpc import _build_info
 PUBLIC_MODULES = ("channel", "checkpoint", "errors", "pipeline", "reduction", "services", "testing")
 
 
-def test_all_names_exist_and_are_all_the_public_ones() -> None:
+def test_the_exported_names_are_the_public_names() -> None:
     public = {
         name
         for name in dir(torch_ucx_rpc)

@@ -18,7 +18,7 @@ def test_percentiles_are_the_ends_of_the_buckets_that_hold_them() -> None:
         assert latencies.percentile_us(percent) == BUCKET_ENDS_US[bucket], percent
 
 
-def test_of_no_calls_there_are_no_durations() -> None:
+def test_without_calls_there_are_no_durations() -> None:
     assert Latencies().count == 0
     assert math.isnan(Latencies().mean_us)
     assert math.isnan(Latencies().percentile_us(50))

@@ -56,7 +56,7 @@ def test_explicit_arguments_win(started: list, monkeypatch: pytest.MonkeyPatch) 
     assert started == [("worker1", 1, 4), ("ps", 1, 4), ("worker2", 2, 4), ("worker1", 1, 0), ("x", 0, 9)]
 
 
-def test_a_rank_of_ones_own_has_no_role(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_rank_has_no_role(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in {"RANK": "5", "WORLD_SIZE": "8", "ROLE_NAME": "trainer", "ROLE_RANK": "3"}.items():
         monkeypatch.setenv(variable, value)
     torch_ucx_rpc.init_rpc()

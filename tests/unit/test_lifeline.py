@@ -64,6 +64,6 @@ def test_the_lifeline_is_at_the_address_for_other_hosts(tmp_path: Path) -> None:
         line.close()
 
 
-def test_an_address_of_another_machine_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_lifeline_for_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifeline, "meeting_address", lambda store: network.ELSEWHERE)
     assert open_lifeline(HashStore()) is None

@@ -26,14 +26,14 @@ def leads_to(monkeypatch: pytest.MonkeyPatch, interface: str | None) -> None:
     monkeypatch.setattr(network, "interface_to", lambda host: interface)
 
 
-def test_it_is_the_one_that_leads_to_the_store(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_that_leads_to_the_store_is_chosen(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     leads_to(monkeypatch, "eth7")
     monkeypatch.setattr(network, "infiniband_devices", lambda path: [])
     assert network.default_devices(store, "libucp.so") == "eth7,lo"
     assert network.default_devices(PrefixStore("a", PrefixStore("b", store)), "libucp.so") == "eth7,lo"
 
 
-def test_the_users_choice_stands(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_choice_is_kept(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     leads_to(monkeypatch, "eth7")
     monkeypatch.setenv("UCX_NET_DEVICES", "eth1")
     assert network.default_devices(store, "libucp.so") == ""

@@ -74,7 +74,7 @@ def test_each_option_counts_in_comparison(name: str) -> None:
     assert UcxRpcBackendOptions(**{name: CHANGED[name]}) != UcxRpcBackendOptions()
 
 
-def test_is_not_equal_to_other_things() -> None:
+def test_options_do_not_equal_other_objects() -> None:
     assert UcxRpcBackendOptions() != rpc.TensorPipeRpcBackendOptions()
     assert UcxRpcBackendOptions() != {}
 

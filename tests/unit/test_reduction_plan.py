@@ -14,7 +14,7 @@ def test_tensors_are_spread_by_size() -> None:
     assert spread([1, 100, 1, 1], 2) == [1, 0, 1, 1]
 
 
-def test_buckets_go_whole_where_that_is_even() -> None:
+def test_buckets_stay_whole_if_hosts_get_equal_shares() -> None:
     assert plan([(100, 4), (90, 4), (110, 4)], 3) == [[Part(1, 0, 100)], [Part(2, 0, 90)], [Part(0, 0, 110)]]
     assert plan([(2 * MIB, 4)], 1) == [[Part(0, 0, 2 * MIB)]]
     assert [len(parts) for parts in plan([(2 * MIB, 4), (MIB // 2, 4), (10, 4)], 2)] == [2, 2, 1]

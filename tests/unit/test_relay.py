@@ -224,7 +224,7 @@ def test_a_worker_waits_until_the_one_above_has_the_records() -> None:
         assert taken.result(30) == PACKED
 
 
-def test_the_end_of_a_relay_is_no_wait() -> None:
+def test_a_relay_that_ends_keeps_no_worker_waiting() -> None:
     own = Relay(HashStore(), 1)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(take, own.places, len(PACKED))

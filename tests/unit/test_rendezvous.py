@@ -217,7 +217,7 @@ def test_own_names_and_addresses_are_of_this_host(host: str) -> None:
 
 # The addresses are set aside for documentation.
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
-def test_others_are_not(host: str) -> None:
+def test_names_of_other_hosts_are_not_of_this_host(host: str) -> None:
     assert not is_this_host(host)
 
 
@@ -285,7 +285,7 @@ def test_a_slow_store_is_awaited(port: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert slow.accepted == 2
 
 
-def test_an_address_of_another_host_is_no_place_for_rank_0(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_is_refused_an_address_of_another_host(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
     with pytest.raises(JoinFailed, match=f"rank 0 .*{socket.gethostname()}"):
         create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 0.5)

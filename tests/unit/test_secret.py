@@ -43,7 +43,7 @@ def is_loaded(secret_file: Path | None = None) -> bool:
 # ---- Where it comes from ---------------------------------------------------------------------------------------------
 
 
-def test_without_anything_there_is_none() -> None:
+def test_without_option_and_variable_there_is_no_secret() -> None:
     assert load_secret(None) is None
 
 

@@ -26,7 +26,7 @@ def test_options_are_ucxs_and_the_faults() -> None:
     assert options != FaultyUcxRpcBackendOptions(num_worker_threads=3)
 
 
-def test_without_a_word_nothing_goes_wrong() -> None:
+def test_without_options_no_fault_happens() -> None:
     options = FaultyUcxRpcBackendOptions()
     assert (options.messages_to_fail, options.messages_to_delay, options.num_fail_sends) == ([], {}, 0)
 

@@ -22,7 +22,7 @@ std::string directoryOf(pid_t thread) {
   return "/proc/self/task/" + std::to_string(thread);
 }
 
-TEST(ProcTest, AFileThatIsNotThereIsNothingAndErrnoSaysWhy) {
+TEST(ProcTest, MissingFileGivesNothingAndSetsErrno) {
   EXPECT_EQ(readProcFile("/proc/self/no such file"), std::nullopt);
   EXPECT_EQ(errno, ENOENT);
   EXPECT_EQ(readProcStat("/proc/self/task/1000000000"), std::nullopt);

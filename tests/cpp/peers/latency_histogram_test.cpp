@@ -30,7 +30,7 @@ TEST(LatencyHistogram, NothingIsTooShortOrTooLong) {
   EXPECT_EQ(LatencyHistogram::endOf(LatencyHistogram::kBuckets - 1), Nanoseconds::max());
 }
 
-TEST(LatencyHistogram, CountsOfAllThreadsAreThereAndEmptyBucketsAtTheEndAreNot) {
+TEST(LatencyHistogram, CountsOfAllThreadsAddUpWithoutEmptyBucketsAtTheEnd) {
   LatencyHistogram histogram;
   EXPECT_TRUE(histogram.counts().empty());
   std::vector<std::thread> threads;

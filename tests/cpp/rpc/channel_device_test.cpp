@@ -61,7 +61,7 @@ TEST_F(ChannelDeviceTest, AValueIsReadWhenItsStreamHasMadeIt) {
   }
 }
 
-TEST_F(ChannelDeviceTest, TheStreamOfWhoTakesWaitsForTheValue) {
+TEST_F(ChannelDeviceTest, ReceiversStreamWaitsForTheValue) {
   startWithMap(across_);
   // Memory that streams of the receiver still read, so the value is written when these have run.
   const std::vector<Look> earlier = lookOnAllStreams(fake(1));
@@ -119,7 +119,7 @@ TEST_F(ChannelDeviceTest, AValueForNoDeviceIsRefusedAtOnce) {
   }
 }
 
-TEST_F(ChannelDeviceTest, WhoPutsHearsThatItsDeviceFails) {
+TEST_F(ChannelDeviceTest, SenderHearsThatItsDeviceFails) {
   startWithMap(same_);
   device_.launch(fake(), [] {}); // so the value waits for its stream
   const auto sent = put({onDevice(kLarge, 7)});

@@ -101,7 +101,7 @@ class OrphanedStateTest : public testing::Test {
   OrphanedState orphans_{partsOf(worker_), torchsAgent(), callback_};
 };
 
-TEST_F(OrphanedStateTest, ContextsOfTheGoneAreClosedAndOthersAreNot) {
+TEST_F(OrphanedStateTest, OnlyContextsOfGoneWorkersAreClosed) {
   const int64_t gone = openContext(1);
   const int64_t own = openContext(0);
   const int64_t other = openContext(2);
@@ -111,7 +111,7 @@ TEST_F(OrphanedStateTest, ContextsOfTheGoneAreClosedAndOthersAreNot) {
   EXPECT_TRUE(isOpen(other));
 }
 
-TEST_F(OrphanedStateTest, ReferencesOfTheGoneAreDeletedAsIfByThemselves) {
+TEST_F(OrphanedStateTest, ReferencesOfGoneWorkersAreDeleted) {
   RRefContext::getInstance().addForkOfOwner({0, 1}, {1, 11});
   RRefContext::getInstance().addForkOfOwner({0, 2}, {2, 22});
   RRefContext::getInstance().addForkOfOwner({0, 3}, {2, 33});

@@ -103,7 +103,7 @@ TEST_F(PeerMonitorTest, GoodbyeOfAPeerIsItsEndInGoodOrder) {
   EXPECT_EQ(takeNotes(), Notes{}) << "a worker that has left may vanish";
 }
 
-TEST_F(PeerMonitorTest, ErrorOfThisProcessIsNoEndOfAPeer) {
+TEST_F(PeerMonitorTest, ErrorOfThisProcessEndsNoPeer) {
   for (const ErrorCode code : {ErrorCode::kOutOfMemory, ErrorCode::kOutOfFiles, ErrorCode::kCanceled}) {
     monitor_.onFailure(one_.peer(1), {code, "of this process"});
   }

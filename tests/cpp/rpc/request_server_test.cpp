@@ -241,7 +241,7 @@ TEST_F(RequestServerTest, RequestThatCannotBeReadIsRefused) {
   EXPECT_TRUE(eventually([&] { return open() == 0; }));
 }
 
-TEST_F(RequestServerTest, RefusalToOneselfIsAnExceptionSinceControlFramesNeverGoThere) {
+TEST_F(RequestServerTest, RefusedCallToOneselfRaisesAnException) {
   server_.onRequestRejected(one_.peer(0), 6, outOfMemoryFor(9));
   ASSERT_EQ(others_.takeNotes(), Notes{"answer 6"});
   DecodedMessage decoded;
