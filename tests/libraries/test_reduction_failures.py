@@ -447,7 +447,7 @@ def test_one_broken_link_splits_nothing(tmp_path: Path) -> None:
             for name in ("ps0", "t0"):
                 hosts.head._on_network(f"ip link set dev {of[name]._port} type bridge_slave isolated on")
             steps.done("broken")
-            time.sleep(12)
+            time.sleep(3 * 2.0)  # of heartbeat_limit
             for name in ("ps0", "t0"):
                 hosts.head._on_network(f"ip link set dev {of[name]._port} type bridge_slave isolated off")
             steps.done("healed")
