@@ -132,7 +132,7 @@ nightly: build ## The checks that take too long for CI: test-field, schedules, s
 	@status=0; \
 	make --no-print-directory test-field || status=1; \
 	SCHEDULES=10 $(PYTEST) tests/unit -k schedule || status=1; \
-	SCHEDULES=10 make --no-print-directory test-light-cpp || status=1; \
+	SCHEDULES=3 make --no-print-directory test-light-cpp || status=1; \
 	tools/sanitize.sh || status=1; \
 	tools/soak.sh --minutes 10 || status=1; \
 	tools/soak.sh --training --minutes 10 || status=1; \

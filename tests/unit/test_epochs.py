@@ -13,7 +13,8 @@ from torch_ucx_rpc._workers.epochs import Epochs
 from torch_ucx_rpc._workers.messages import Epoch, Member
 
 # `make nightly` runs ten times as many.
-SCHEDULES = 100_000 * int(os.environ.get("SCHEDULES", "1"))
+FACTOR = int(os.environ.get("SCHEDULES", "1"))
+SCHEDULES = 100_000 * FACTOR
 LIMIT = 1.0
 
 
@@ -200,9 +201,9 @@ def simulate(seeds: range, rounds: int) -> None:
             raise AssertionError(f"schedule {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(4 * FACTOR))
 def test_no_schedule_has_two_sides_make_progress(part: int) -> None:
-    simulate(range(part, SCHEDULES, 4), 20)
+    simulate(range(part, SCHEDULES, 4 * FACTOR), 20)
 
 
 @pytest.mark.parametrize(

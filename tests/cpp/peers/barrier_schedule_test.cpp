@@ -21,7 +21,7 @@ struct Shape {
   bool doOnlyContactsNotice = false; // that a worker has ended
 };
 
-// `make nightly` runs ten times as many.
+// `make nightly` runs three times as many.
 unsigned schedules() {
   const char* const factor = std::getenv("SCHEDULES");
   return 2000 * static_cast<unsigned>(factor == nullptr ? 1 : std::atoi(factor));
