@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kForEver = Clock::time_point::max();
 // For how long a thread in join() waits for owners that are still making RRefs whose references torch has deleted here.
 // An owner that gets the deletions too late has torch complain about leaks.
-constexpr auto kRRefPatience = std::chrono::seconds(1);
+constexpr auto kDeletionPatience = std::chrono::seconds(1);
 // How often a thread in join() looks whether calls have ended.
 constexpr auto kPoll = std::chrono::milliseconds(1);
 
@@ -247,7 +247,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     return;
   }
   const auto deadline = deadlineOf(timeout);
-  const auto patience = std::min(deadline, Clock::now() + kRRefPatience);
+  const auto patience = std::min(deadline, Clock::now() + kDeletionPatience);
   uint64_t openedBefore = ~0ull;
   Error lost;
   for (int quietRounds = 0; quietRounds < 2;) {
