@@ -508,6 +508,7 @@ def refuse() -> None:
     refused(TypeError, r"each of workers must be a name, .* got 3", workers=[3])
     refused(TypeError, r"workers must be a list of names, .*; got 'worker1'", workers="worker1")
     refused(ValueError, r"chunks must be at least 1", chunks=0)
+    refused(ValueError, r"step_timeout must be above 0; got 0", step_timeout=0)
     refused(ValueError, r"the loss Linear has parameters.*put what has them into the model's last stage", loss=model[0])
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
     refused(

@@ -259,6 +259,8 @@ def accumulate(
         x = torch.randint(16, (8, 8), generator=generator)
         y = torch.randn(8, 4, generator=generator)
         losses.append(pipe.step(x if is_sparse else x.float(), target=y).item())
+        if number == 0:
+            assert pipe.gradients()["0.weight"].is_sparse == is_sparse
         if number in {2, 3}:
             future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
             if asynchronous:

@@ -212,7 +212,11 @@ _watch = PerLife(lambda life: life.watch(_close_of))
 
 def collect(host: str, what: tuple[Any, ...]) -> Any:
     """Return a part of a host's state; for checkpoints, like the next two."""
-    return part_of(_hosts[host].stages, *what).collect()
+    state = part_of(_hosts[host].stages, *what).collect()
+    if what == ("gradients",):
+        # DCP has no sparse tensors. In a tuple they are pickled, and a pickle should not need a device.
+        return {name: one if one.layout == torch.strided else (one.cpu(),) for name, one in state.items()}
+    return state
 
 
 def room(host: str, what: tuple[Any, ...], saved: Any) -> Any:

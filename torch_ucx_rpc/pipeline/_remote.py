@@ -86,6 +86,14 @@ class RemoteModel:
     def _create(self, rows: Sequence[int]) -> dict[int, Any]:
         """Make the stages of these rows on their workers. Returns descriptions of their parameters, by stage."""
         crew, calls = self.crew, []
+        # The first call imports this package. Two calls at once would do so in two threads, and one of them would find
+        # half a module.
+        workers = {crew.places[row].worker for row in rows}
+        try:
+            for call in [rpc.rpc_async(worker, _host.progress, ("", None), timeout=0) for worker in workers]:
+                call.wait()
+        except RuntimeError as error:
+            raise PipelineError(f"a worker of {', '.join(sorted(workers))} cannot be reached: {error}") from error
         for row in rows:
             place = crew.places[row]
             config = HostConfig(

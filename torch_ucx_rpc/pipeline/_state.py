@@ -75,9 +75,7 @@ class _Gradients:
         self._parameters = dict(stages.owned_parameters())
 
     def collect(self) -> dict[str, Any]:
-        # DCP has no sparse tensors. In a tuple they are pickled, and a pickle should not need a device.
-        gradients = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
-        return {name: one if one.layout == torch.strided else (one.cpu(),) for name, one in gradients.items()}
+        return {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
 
     def room(self, saved: Mapping[Path, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
