@@ -62,3 +62,15 @@ def test_a_lost_member_is_not_asked_after_another_took_its_rank(monkeypatch: pyt
     monkeypatch.setattr(group, "_is_listed", replace_the_lost)
     group.meet(Deadline(10))
     assert lost.session not in agent.ranks
+    assert group.replaced == {(lost.name, lost.session)}
+
+
+def test_of_two_entries_of_one_name_the_earlier_is_replaced() -> None:
+    store, elsewhere = HashStore(), "another machine"
+    first, second = (record(1, 0, boot_id=elsewhere, in_doubt=True) for _ in range(2))
+    for one in (first, second):
+        MemberList(store, one, None).add()
+    agent = AgentThatReachesNoMember()
+    group = DynamicGroup(store, record(0, 0), agent, None)
+    group.enter()
+    assert group.replaced == {(first.name, first.session)}

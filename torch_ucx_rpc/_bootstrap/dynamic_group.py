@@ -57,7 +57,12 @@ class Agent(Protocol):
 
 
 class DynamicGroup:
-    """A group that workers join and leave, as one of its members sees it."""
+    """A group that workers join and leave, as one of its members sees it.
+
+    Attributes:
+        replaced (set): name and session of each member whose rank or name another worker has taken. It is gone for
+            certain, also if this worker had merely lost it.
+    """
 
     is_static = False
 
@@ -73,6 +78,7 @@ class DynamicGroup:
         # The members that this worker knows, by place in the list. A member that left stays until another takes its
         # rank.
         self._members: dict[str, Record] = {}
+        self.replaced: set[tuple[str, int]] = set()
         self._place: str | None = None
         # The members that this worker found in the list when it came. Each must admit it.
         self._earlier: dict[str, Record] = {}
@@ -98,6 +104,7 @@ class DynamicGroup:
             elif other.in_doubt or other.has_ended_beside(self._own):
                 self._list.strike(other_place)
                 del earlier[other_place]
+                self.replaced.add((other.name, other.session))
             elif self._own in rivals:
                 raise _place_is_taken(self._own, other)
         device_maps.check([self._own, *earlier.values()], is_static_group=False)
@@ -181,11 +188,13 @@ class DynamicGroup:
         values = json.loads(text)
         place, record = str(values["place"]), Record.from_values(values["record"])
         # It found its rank and its name free in the list: the worker that had them is gone, even if unnoticed here.
-        self._remove(
-            earlier
+        rivals = {
+            earlier: member
             for earlier, member in list(self._members.items())
             if earlier != place and (member.rank == record.rank or member.name == record.name)
-        )
+        }
+        self._remove(rivals)
+        self.replaced.update((member.name, member.session) for member in rivals.values())
         with self._lock:
             if place not in self._members:
                 self._members[place] = record

@@ -344,6 +344,8 @@ class _Groups:
         self._addresses = {(life.info.name, self.number_of(life.info.name)): self._lifelines.own}
         # Workers that have been lost, and may still be members of a group.
         self._doubtful: set[tuple[str, int]] = set()
+        # Workers whose names others have taken. If one was lost before, nothing else reports its end.
+        self._replaced: set[tuple[str, int]] = getattr(getattr(life.agent, "group", None), "replaced", set())
         self._calls: queue.SimpleQueue[tuple[Group, object, Epoch] | None] = queue.SimpleQueue()
         life.watch(self._on_gone)
         if life.tells_ends and not life.is_static:
@@ -442,6 +444,8 @@ class _Groups:
             if _groups.last() is not self or not _groups.is_made() or self.life.is_over():
                 break
             self._lifelines.drain()
+            for key in self._replaced - self.ended:
+                self.end(*key)
             for one in list(self.groups.values()):
                 try:
                     one.tick()

@@ -20,6 +20,7 @@ import dataclasses
 import faulthandler
 import functools
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -100,6 +101,7 @@ def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -
     )
     try:
         if name in kind.hosts:
+            _joined(folder, name, life).touch()
             while not (folder / "end").exists():
                 time.sleep(0.05)
         else:
@@ -108,6 +110,11 @@ def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -
         (folder / f"{name}.failure").write_text(traceback.format_exc())
         raise
     rpc.shutdown(graceful=False)
+
+
+def _joined(folder: Path, name: str, life: int) -> Path:
+    """The file by which a host shows that it has joined."""
+    return folder / f"{name}-{life}.joined"
 
 
 class Journal:
@@ -259,7 +266,8 @@ class Job:
     def _strike(self, now: float) -> None:
         """Kill, stop or cut off a process. A host, a trainer with the state, and a worker in touch are left."""
         living = [name for name in self._processes if name not in self._returns and name not in self._silent]
-        hosts = [name for name in living if name in self._kind.hosts]
+        of_kind = [name for name in living if name in self._kind.hosts]
+        hosts = [name for name in of_kind if _joined(self._folder, name, self._lives[name]).exists()]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         numbers = {name: self._number(name) for name in trainers}
         # A trainer in the step before has the state, or can still get it.
@@ -353,15 +361,19 @@ class Step(NamedTuple):
 
 
 def steps(folder: Path, killed: set[str]) -> Iterator[Step]:
-    """Return the steps of all, except the last one of each killed process.
+    """Return the steps that trainers may share.
 
-    As a host it may have answered itself, and died before it answered the others, which then repeat that step.
+    A decider may close a step for itself, and be killed, stopped or cut off before it tells the others. These do the
+    step again. So the last step of a killed process does not count, nor a step that a trainer left for another's state.
     """
     for journal in folder.glob("*.steps"):
-        lines = journal.read_text().splitlines()
-        for line in lines[:-1] if journal.stem in killed else lines:
-            at, number, digest = line.split()
-            yield Step(float(at), int(number), digest, journal.stem)
+        lines = [line.split() for line in journal.read_text().splitlines()]
+        begun = [Step(float(at), int(number), digest, journal.stem) for at, number, digest in lines]
+        for one, following in itertools.pairwise(begun):
+            if following.number == one.number + 1:
+                yield one
+        if journal.stem not in killed:
+            yield from begun[-1:]
 
 
 def first_difference(done: list[Step], stopped_at: float) -> tuple[Step, Step] | None:
