@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-// What the stub's device executes: contexts, and streams whose work takes time.
+// The contexts and streams of the stub's device. The work of a stream takes time.
 namespace cuda_stub {
 
 using Clock = std::chrono::steady_clock;

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from tests.support.workers import keep_process_group
+from tests.support.workers import backend_options, init_rpc, keep_process_group
 from torch_ucx_rpc import reduction
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -62,3 +62,8 @@ def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def step_of(server: reduction.Server) -> int:
     """Return the number of steps of a server's first model."""
     return server.positions.get("model0", 0)
+
+
+def enter(url: str, rank: int) -> None:
+    """Join the group without a size whose workers meet at ``url``."""
+    init_rpc(rank, name=f"worker{rank}", world_size=None, rpc_backend_options=backend_options(init_method=url))

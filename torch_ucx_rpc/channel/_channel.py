@@ -119,7 +119,8 @@ class Channel:
             WorkerLost, WorkerLeft: the sender has gone before the value came. Raised only with UCX.
         """
         _check_timeout(timeout)
-        return self.post(source, tag).wait(timeout)
+        value: Value = self._post(source, tag, None).wait(timeout)
+        return value
 
     def take_into(
         self,
@@ -131,7 +132,7 @@ class Channel:
     ) -> None:
         """Wait for a value, and receive it in these tensors. See `take` and `post`."""
         _check_timeout(timeout)
-        self.post(source, tag, _tensors(into, "into")).wait(timeout)
+        self._post(source, tag, _tensors(into, "into")).wait(timeout)
 
     def post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None = None) -> Posted:
         """Announce that a value is expected, before it comes. It then travels while this worker does other work.
@@ -146,11 +147,14 @@ class Channel:
 
         One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
         """
+        return Posted(self._post(source, tag, into))
+
+    def _post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None) -> Any:
         _check_worker("source", source)
         check_type("tag", str, "a str", tag)
         is_single = isinstance(into, torch.Tensor)
         tensors = None if into is None else _tensors(into, "into")
-        return Posted(self._slots.post(self._group, self._epoch, source, tag, tensors, is_single))
+        return self._slots.post(self._group, self._epoch, source, tag, tensors, is_single)
 
     def advance(self, epoch: int) -> None:
         """Go to a later epoch: drop the values of earlier ones, and end waits for them with EpochEnded.

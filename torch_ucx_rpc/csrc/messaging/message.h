@@ -102,7 +102,7 @@ struct OutgoingMessage {
   Peer* to = nullptr;
 
   // Guarded by the worker lock while the message is under way:
-  // What it waits for before its turn: the peer's admission of this worker, a device, or Outbox::retryStranded().
+  // Why it is held: the peer has not admitted this worker, a device still computes, or only retryStranded() sends it.
   enum class Wait : uint8_t { kNothing, kAdmission, kDevice, kRetry } waitsFor = Wait::kNothing;
   size_t unfinished = 0; // active messages that the transport has not completed
   bool hasLeftInPart = false; // one of several active messages has been given to the transport

@@ -85,7 +85,7 @@ class Receiver : private ReceivingParts {
   void release(wire::Piece& piece);
   void release(std::vector<wire::Piece>& pieces);
   void release(wire::Assembled& assembled);
-  // The same for what the transport gave, where that is not announced; null is none.
+  // Gives up a rendezvous of the transport that was not announced. Null is none.
   void releaseHandle(void* rendezvous);
 
   // These three must not be called inside a transport callback. A round calls them in this order.

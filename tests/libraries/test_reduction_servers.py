@@ -1,0 +1,136 @@
+"""Servers with an optimizer: their parameters, and what remains of these when hosts die."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from torch import nn
+
+from tests.support.workers import Steps, eventually
+from torch_ucx_rpc import reduction
+
+from ._jobs import KILLED, Stalls, die
+from ._training import SGD, are_equal, enter
+
+RunWorkers = Callable[..., list]
+
+
+def start_values() -> list[torch.Tensor]:
+    return [torch.arange(6.0).reshape(2, 3), torch.ones(4), torch.zeros(2)]
+
+
+@pytest.mark.parametrize("hosts", [("worker0",), ("worker0", "worker1")], ids=["one", "two"])
+def test_a_server_with_an_optimizer_answers_with_the_parameters(
+    run_on_both: RunWorkers, tmp_path: Path, hosts: tuple[str, ...]
+) -> None:
+    run_on_both(4, update_on_server, Steps(tmp_path), hosts)
+
+
+def update_on_server(rank: int, steps: Steps, hosts: tuple[str, ...]) -> None:
+    if rank >= 2:
+        make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        server = reduction.serve(*hosts, trainers=2, parameters=start_values(), optimizer=make)
+        expected = [nn.Parameter(tensor) for tensor in start_values()]
+        optimizer = make(expected)
+        for turn in range(5):
+            gradients = [torch.full_like(tensor, turn + rank) for tensor in expected]
+            parameters = reduction.push_pull(server, gradients)
+            for parameter in expected:
+                parameter.grad = torch.full_like(parameter, turn + 2.5)
+            optimizer.step()
+            assert are_equal(parameters, [parameter.detach() for parameter in expected])
+    steps.meet("done", rank, 4)
+
+
+def test_restarted_server_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
+
+
+def restart_the_server(rank: int, steps: Steps, url: str) -> None:
+    if rank == 1:
+        steps.wait_for("server")
+        enter(url, 1)
+        server = reduction.serve(
+            "worker0",
+            parameters=[torch.zeros(3)],
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            checkpoint=str(steps.directory / "checkpoints"),
+            checkpoint_every=5,
+        )
+        for _ in range(12):
+            (parameter,) = reduction.push_pull(server, [torch.ones(3)])
+        rpc.rpc_async("worker0", die)
+        # A push before that may still be applied: the eleventh update of this test would be the thirteenth.
+        steps.wait_for("dead")
+        (parameter,) = reduction.push_pull(server, [torch.ones(3)])
+        # Ten updates were saved. This is the eleventh, with the momentum of those.
+        expected = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([expected], lr=0.1, momentum=0.9)
+        for _ in range(11):
+            expected.grad = torch.ones(3)
+            optimizer.step()
+        assert torch.equal(parameter, expected.detach())
+        steps.done("over")
+        rpc.shutdown()
+        return
+    if rank == 2:
+        # The second life of the server.
+        eventually(lambda: steps.is_done("dead"), "the first one is dead", timeout=60)
+    enter(url, 0)
+    if rank == 0:
+        steps.done("server")
+        watcher = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 0.05; done; touch {steps.directory / 'dead'}"
+        os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", watcher)
+        steps.wait_for("never", timeout=60)
+    steps.wait_for("over")
+    rpc.shutdown()
+
+
+def test_without_a_checkpoint_the_loss_of_parameters_is_an_error(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, lose_parameters, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
+
+
+def lose_parameters(rank: int, steps: Steps) -> None:
+    if rank == 2:
+        server = reduction.serve(
+            "worker0", "worker1", trainers=1, parameters=[torch.zeros(3), torch.zeros(2)], optimizer=SGD
+        )
+        gradients = [torch.ones(3), torch.ones(2)]
+        reduction.push_pull(server, gradients)
+        rpc.rpc_async("worker0", die)
+        eventually(lambda: "worker0" in server.lost_hosts(), "the host is lost")
+        with pytest.raises(RuntimeError, match=r"has no parameters.*checkpoint="):
+            reduction.push_pull(server, gradients)
+        lonely = reduction.serve("worker1", trainers=1)
+        assert reduction.push_pull(lonely, torch.ones(2)).sum() == 2
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
+
+
+def test_one_static_group_without_its_only_host_is_an_error(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, lose_the_only_host, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
+
+
+def lose_the_only_host(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        server = reduction.serve("worker0")
+        reduction.push_pull(server, torch.ones(2))
+        rpc.rpc_async("worker0", die)
+        with Stalls() as stalls:
+            began = time.monotonic()
+            eventually(lambda: "worker0" in server.lost_hosts(), "the host is lost")
+            with pytest.raises(RuntimeError, match=r"all hosts of the server 'worker0' are lost"):
+                reduction.push_pull(server, torch.ones(2))
+            assert time.monotonic() - began < 10 + stalls.seconds()
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
