@@ -9,7 +9,9 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -399,6 +401,30 @@ TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
     caller.join();
   }
   EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45 + stalls.seconds());
+}
+
+// A leader that is woken for nothing wakes the waiting caller, and stays out of its way. The caller ends and arms.
+TEST_P(ProgressTest, LeaderSeesThatTheCallerHasLeft) {
+  constexpr uint64_t kRounds = 101;
+  a_.connect(b_);
+  std::vector<Clock::duration> delays;
+  for (uint64_t round = 1; round <= kRounds; ++round) {
+    std::atomic<bool> isOver{false};
+    std::thread caller([&] { (void)b_.progress.driveUntil([&] { return isOver.load(); }, std::nullopt); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const LeadingThread leader(b_); // goes to sleep last, so it is woken first
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    isOver.store(true);
+    b_.progress.wake();
+    caller.join();
+    const auto began = Clock::now();
+    a_.send(round);
+    ASSERT_TRUE(eventually([&] { return b_.all() == round; })) << round;
+    delays.push_back(Clock::now() - began);
+  }
+  std::nth_element(delays.begin(), delays.begin() + kRounds / 2, delays.end());
+  // A leader that does not see it leaves every message for 20 ms.
+  EXPECT_LT(std::chrono::duration<double>(delays[kRounds / 2]).count(), 0.01);
 }
 
 TEST_P(ProgressTest, WatchedDescriptorRunsItsOperationOnce) {

@@ -154,6 +154,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   if (role == Role::kWaitingCaller) {
     hasWaitingCaller_.store(true);
   }
+  drivers_.fetch_add(1);
   std::unique_lock lock = lockWorker();
   unarmedSince_.store(0); // this thread is back: a leader that polls need not take over
   if (leftAt != Clock::time_point{}) {
@@ -229,11 +230,13 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     --sleepers_;
     if (isOver) {
+      drivers_.fetch_sub(1);
       return brought; // the transport is armed; endDriving() or close() runs operations that isDone() left in the queue
     }
     lock = lockWorker();
     unarmedSince_.store(0);
   }
+  drivers_.fetch_sub(1);
   if (lock.owns_lock()) {
     lock.unlock();
   }
@@ -252,8 +255,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 //                   true   woken, or the longest sleep is over; then, where need be, after pollUnarmed()
 //
 // A leader polls if a driver has left in between, or if it has passed a wake-up on. pollUnarmed() ends when a driver is
-// away for long, when there is something to do here, or when no driver has left for kQuietRounds rounds. This thread
-// drives then, and so takes over or arms.
+// away for long, when the other drivers have armed and gone, when there is something to do here, or when no driver has
+// left for kQuietRounds rounds. This thread drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
     // After a sleep for nothing its thread looks for Ctrl-C, and then drives again.
@@ -301,7 +304,9 @@ void Progress::pollUnarmed(IsDone& isDone) {
     const Time since = unarmedSince_.load();
     const bool isAway =
         since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kShortAbsence;
-    if (isAway || isDone() || hasPending()) {
+    // Only leaders that rest are left: the others have armed the transport and gone.
+    const bool isUnattended = since == 0 && drivers_.load() == leadersAsleep_.load();
+    if (isAway || isUnattended || isDone() || hasPending()) {
       break;
     }
     if (const uint64_t now = absences_.load(); now != absences) {

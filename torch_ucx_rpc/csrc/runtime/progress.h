@@ -152,7 +152,8 @@ class Progress {
 
   std::atomic<size_t> queued_{0}; // operations in queue_, for a look without its mutex
   std::atomic<bool> isStartRequested_{false};
-  std::atomic<int> sleepers_{0}; // drivers in rest()
+  std::atomic<int> drivers_{0}; // threads in drive()
+  std::atomic<int> sleepers_{0}; // of these, those in rest()
   std::atomic<int> leadersAsleep_{0}; // of these, leaders that stand guard; also while they poll
   using Time = Spinning::Clock::rep; // since the clock's epoch
   std::atomic<Time> unarmedSince_{0}; // 0: the transport is armed, or driven
