@@ -123,7 +123,7 @@ def _offer(things: Mapping[str, Any], offer_of: Callable[[Any], Offer]) -> None:
 
 
 def _keep_only_offered(known: Directory, changed: Mapping[str, Served]) -> None:
-    """After a change, which may have failed: serve those of these names that this worker offers."""
+    """Stop serving the changed names that this worker does not offer, since the change has failed or removed them."""
     with known.lock:
         for name, service in changed.items():
             # Another thread may have registered the name again.
@@ -173,7 +173,7 @@ def get(name: str) -> Any:
 
 
 def members(*, role: str | None = None) -> list[Member]:
-    """Return the living workers by rank, or those of a role."""
+    """Return the living workers by rank, all or the ones of a role."""
     if role is not None:
         check_str("role", role)
     known = directory()
@@ -301,7 +301,7 @@ def call_role(
         chosen = [member for member in chosen if function in member.services]
         if not chosen:
             workers = ", ".join(repr(replica.info.name) for replica in route.replicas)
-            raise UnknownName(f"no living worker of the role {role!r} offers {function!r}; {workers} offers it")
+            raise UnknownName(f"no living worker of the role {role!r} offers {function!r}; it is offered by {workers}")
         args, function = (function, *args), route.function
     return [
         rpc.rpc_async(WorkerInfo(member.name, member.rank), function, tuple(args), dict(kwargs or {}), timeout)
