@@ -154,7 +154,7 @@ def destroy_rref_context(ignores_leaks: bool) -> None:
 
 @atexit.register
 def _shut_down_at_exit() -> None:
-    """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
+    """End an agent that the program has not shut down: its threads must be gone before the interpreter is finalized."""
     agent = current
     if agent is not None and agent.is_of_this_process():
         # Like rpc.shutdown(graceful=False), but at exit torch's warning of remaining RRefs is not a failure.

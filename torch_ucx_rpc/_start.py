@@ -77,7 +77,7 @@ def init_rpc(
     site_settings.raise_limit_of_files()
     site_settings.check(world_size)
     secret = _load_secret(options)
-    # Before this process opens or joins a Store of torch's.
+    # A Store of torch's looks names up as soon as it has a client, so this comes first.
     _C.spare_name_lookups()
     store = open_store(options.init_method, rank, world_size, _init_timeout(options))
     if world_size is None:

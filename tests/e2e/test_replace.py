@@ -20,14 +20,14 @@ SAID = f"{VARIABLE}: torch.distributed.rpc uses UCX instead of TensorPipe in thi
 
 
 def passes(script: str) -> None:
-    """With the function, in a process where torch has been imported."""
+    """Run a script after `replace_tensorpipe`, in a process where torch has been imported."""
     __tracebackhide__ = True
     replace = "import torch_ucx_rpc\ntorch_ucx_rpc.replace_tensorpipe()\n"
     run_fresh(PRELUDE + replace + textwrap.dedent(script))
 
 
 def program(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """With the variable, in a process where nothing has been imported."""
+    """Run a script with the variable, in a process where nothing has been imported."""
     [ended] = workers.run_program(PRELUDE + textwrap.dedent(script), env=env)
     assert ended.returncode == 0, ended.stderr
     return ended

@@ -37,7 +37,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-# ---- What workers are told -------------------------------------------------------------------------------------------
+# ---- The surroundings of a worker ------------------------------------------------------------------------------------
 
 
 def test_workers_call_each_other_under_the_names_of_their_roles() -> None:

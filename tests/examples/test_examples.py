@@ -20,7 +20,7 @@ from tests.support import workers
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
 
-# The words before those of a command.
+# The command line that stands for a program's name on a page.
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],

@@ -1,7 +1,7 @@
 // Arriving bytes, thrown at everything that reads them: headers, the assembler, bodies, the replay window. An input is
 // a run of steps: a byte that names the step, followed by its data. Bytes that are missing at the end are zeros.
-// libFuzzer looks for inputs that crash, read out of bounds, or make something allocate more than was sent (`make
-// fuzz`). tests/cpp/wire/wire_corpus_test.cpp runs the inputs in corpus/, which tests/fuzz/seeds.py writes.
+// libFuzzer looks for inputs that crash, read out of bounds, or make something allocate more than was sent
+// (tools/fuzz.sh). tests/cpp/wire/wire_corpus_test.cpp runs the inputs in corpus/, which tests/fuzz/seeds.py writes.
 
 #include "base/bytes.h"
 #include "wire/assembler.h"

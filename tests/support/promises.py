@@ -47,7 +47,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         # Arrays and compiled handlers
         "Large NumPy arrays travel like tensors": ("test_arrays_arrive_as_they_were_sent", "benchmarks arrays"),
-        "numba makes operators that run": ("benchmarks native_updates", "tests/unit/test_native_op.py"),
+        "Operators that numba compiles": ("benchmarks native_updates", "tests/unit/test_native_op.py"),
         # Launched and observed
         "starts a job": ("tests/launchers", "tests/e2e/test_run.py"),
         "needs no arguments under it": ("test_torchrun_on_two_hosts_with_a_role", "test_slurm", "test_open_mpi"),

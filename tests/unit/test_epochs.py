@@ -47,7 +47,7 @@ class World:
         self.cuts: set[tuple[Member, Member]] = set()
         self.mail: list[tuple[Member, Member, object]] = []
         self.epochs: dict[int, Epoch] = {}
-        # The first epoch of a job that others can join has another number than that of a fixed group.
+        # The first epoch has one number in a job that others can join, and another one in a fixed group.
         self.is_static = self.random.random() < 0.3
         first = 1 if self.is_static else 2
         # The newest epoch in which each living worker has been current.

@@ -68,7 +68,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
         if before:
             before[0].strike(before[1])
         before = own, place
-    # The places of a worker that stays, of one that has left since, and of one that is there.
+    # Three places: of a worker that stays, of a worker that has left since, and of the last worker.
     assert max(reads) <= 3
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 FAN_OUT = 32
-# Less than rank 0 waits for workers to read the verdict: the Store is there for those that have waited in vain.
+# Shorter than rank 0's wait for workers to read the verdict: a worker that has waited in vain still finds the Store.
 _PATIENCE_S = 2.0
 # Workers that wait for the verdict ask at least once a second.
 _FAREWELL_S = 4.0

@@ -1,4 +1,4 @@
-"""The workers of ``run`` as processes, if elastic has lost them because it could not start all."""
+"""Ends the started workers of ``run`` if elastic could not start all of them, and so does not know any."""
 
 from __future__ import annotations
 

@@ -92,13 +92,13 @@ class WorkerOutput:
         self._pipes = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="torch_ucx_rpc-run-")))
         self._selector = self._resources.enter_context(selectors.DefaultSelector())
         self._streams: dict[tuple[str, str], Stream] = {}
-        # Its number wakes the thread, once for each call that waits for the thread.
+        # Each call that waits for the thread rings this bell once, which wakes the thread.
         self._bell = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         self._resources.callback(os.close, self._bell)
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        # Rings of the bell, and those after which each pipe has been read.
+        # How often the bell was rung, and how many rings were followed by a look at all pipes.
         self._rung = self._answered = 0
         self._answers = threading.Condition()
 

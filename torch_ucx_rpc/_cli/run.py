@@ -203,7 +203,7 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch_ucx_rpc._bootstrap.deadline import Deadline
     from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
 
-    # Workers report the reason if it is an error.
+    # If the extension cannot be loaded, the workers say why.
     with contextlib.suppress(ImportError):
         from torch_ucx_rpc._native import _C
 

@@ -82,7 +82,7 @@ def register() -> None:
     torch._C.Future.wait = _wait_for_future  # type: ignore[assignment, method-assign]
     _internal_rpc_pickler._dispatch_table = arrays.Reducers(_internal_rpc_pickler._dispatch_table)
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
-    # Every call of a Python function pickles one. For a type in the table, pickle looks no further.
+    # Every call of a Python function pickles a PythonUDF, and pickle looks no further than this table for its reducer.
     _internal_rpc_pickler._dispatch_table[PythonUDF] = _reduce_call
     _internal_rpc_pickler._dispatch_table[exceptions._TypeOfBoth] = exceptions.reduce_type
     # torch pickles the value of a future with devices by it, to find the tensors in the value.
@@ -118,7 +118,7 @@ def _resolve(backend: Any) -> Any:
     if backend == "UCX":
         return _member("UCX")
     if isinstance(backend, str):
-        # torch refuses strings, and its tests demand that of every agent for "TENSORPIPE". So only "UCX" has a string.
+        # torch refuses strings, and its tests expect every agent to refuse "TENSORPIPE". So only "UCX" may be a string.
         known = ", ".join(sorted(backend_registry.BackendType.__members__))
         raise TypeError(
             f'Argument backend must be a member of BackendType or the string "UCX", and {backend!r} is neither; '

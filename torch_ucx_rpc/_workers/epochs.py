@@ -98,7 +98,7 @@ class Epochs:
         self._support: dict[Member, float] = {}
         self._joining: set[Member] = set()
         self._leaving: set[Member] = set()
-        # Outside the group: all other living workers, and the names of those that are outside, too; the number with
+        # Outside the group: all other living workers, and the names of the other workers outside; the number with
         # which this one would found the group, and since when; the worker for whose founding this one waits.
         self._others: tuple[Member, ...] = ()
         self._free: set[str] = set()

@@ -59,7 +59,7 @@ class Life:
 
     @property
     def agent(self) -> Any:
-        """Raise ShutDown after the shutdown."""
+        """Return the agent of this life. Raises ShutDown after the shutdown."""
         agent = self._agent()
         if agent is None:
             raise ShutDown("RPC has been shut down")
@@ -153,7 +153,7 @@ class PerLife(Generic[T]):
         self._making = threading.Lock()
 
     def __call__(self) -> T:
-        """Raise NotRunning if RPC is not running."""
+        """Return the `T` of the present life. Raises NotRunning if RPC is not running."""
         if (known := self._known) is not None and _is_of_now(known[0]):
             return known[1]
         lasting = life()

@@ -84,8 +84,8 @@ class Channel:
         Do not change a large tensor until ``wait`` of the result has returned, or the receiver has told you that it has
         the value. A tensor up to 32 KiB is copied at once.
 
-        The call blocks while the receiver holds too much untaken data of this worker: more than 8 MiB of small tensors,
-        or 256 MiB altogether.
+        The call blocks while the receiver has not taken 8 MiB of this worker's small tensors, or not fetched 256 MiB of
+        its large ones.
 
         Args:
             to: name of the receiver; it may be this worker.

@@ -104,7 +104,7 @@ class _Epoch:
         self._lock = threading.RLock()
 
     def fail(self, host: str, failure: Failure) -> None:
-        """A host has failed."""
+        """Note that a message has failed on a host, which ends the epoch at that message."""
         with self._lock:
             for row, place in enumerate(self._places):
                 if place.host == host and failure.epoch == self.number:
@@ -271,7 +271,7 @@ class Crew:
     # --------------------------------------------------------------------------------------------------- epochs
 
     def _lose(self, gone: Gone) -> None:
-        """A worker has ended. Any thread may call this."""
+        """Give up a worker that has ended. Any thread may call this."""
         for row, place in enumerate(self.places):
             if place.worker == gone.name:
                 self.present.give_up(row, gone.reason)

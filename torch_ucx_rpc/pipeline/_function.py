@@ -59,7 +59,7 @@ def _wants(leaf: Any) -> bool:
 
 
 def _used(specs: Sequence[StageSpec], one: tuple[Any, Any]) -> dict[int, list[int]]:
-    """Return by stage which tensors of a micro-batch, of those that want a gradient, it has used."""
+    """Return the tensors of a micro-batch that want a gradient and that each stage has used, by stage."""
     leaves, _ = flatten(one)
     wanting = [place for place, leaf in enumerate(leaves) if _wants(leaf)]
     used = {}

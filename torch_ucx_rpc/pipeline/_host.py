@@ -103,7 +103,7 @@ class Host:
         # A new thread adopts the number of torch.set_num_threads when it asks for it.
         torch.get_num_threads()
         try:
-            # Here, since this computes too: a second thread would have a team of its own.
+            # Making the stages computes too, so this thread does it: another one would have an OpenMP team of its own.
             self.stages = Stages(self._config, self.exchange)
         except Exception as error:
             self._made.set_exception(error)

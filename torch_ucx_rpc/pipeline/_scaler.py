@@ -58,7 +58,7 @@ class GradScaler:
         self._begin()
 
     def _begin(self) -> None:
-        """The gradients belong to another batch, with the present scale."""
+        """Begin a batch: its gradients have the present scale."""
         self._before = self._scale, self._good_steps
         # Optimizers whose gradients have been divided, and whether all of these are finite; optimizers that have
         # stepped.

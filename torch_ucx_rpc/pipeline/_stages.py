@@ -136,7 +136,7 @@ class Stages:
     # ---------------------------------------------------------------------------------------------- other orders
 
     def order_routes(self, routes: list[tuple[str, str]]) -> None:
-        """Workers have been replaced."""
+        """Take the stages' workers and hosts after some have been replaced."""
         self._exchange.set_routes(routes)
         # A call whose graphs are not on all workers any more cannot go back.
         for stage in self.by_index.values():

@@ -26,12 +26,13 @@ def push_pull(server: Server, gradients: Iterable[Tensor], *, quorum: int | None
 def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> Any:
     """Push gradients, and return the server's results as new tensors.
 
-    Without an optimizer on the server, the result is the mean of all trainers' gradients, with one the new parameters.
+    Without an optimizer on the server, the results are the means of all trainers' gradients. With an optimizer, they
+    are the new parameters.
 
     Args:
         gradients: gradients of all parameters, in the same order each time; or one tensor.
         quorum (int): a step is complete with that many trainers, and the mean is theirs; the gradients of those that
-            come later are dropped. The same for all trainers. (default: all that are there)
+            come later are dropped. The same for all trainers. (default: all present trainers)
 
     Raises TypeError for gradients that are not floating point; ValueError for sparse gradients, for other shapes than
     the server's, and for a quorum above the number of trainers; RuntimeError if a step is not completed within

@@ -144,7 +144,7 @@ class Steps:
 
     @property
     def is_busy(self) -> bool:
-        """A step has been put, but is not closed."""
+        """Whether a step has been put, but is not closed."""
         return bool(self._buckets)
 
     def begin(self, takes_state: bool = True) -> None:

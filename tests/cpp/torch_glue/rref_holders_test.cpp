@@ -54,7 +54,7 @@ class RRefHoldersTest : public testing::Test {
         sender,
         *rpc::PythonRemoteCall(rpc::SerializedPyObj("", {}), result.toIValue(), result.toIValue(), false).toMessage());
   }
-  // The creators of values that are awaited in vain when worker `gone` is dead.
+  // The creators of values that never come when worker `gone` is dead.
   std::vector<rpc::worker_id_t> hopelessWaits(rpc::worker_id_t gone) {
     std::vector<rpc::worker_id_t> creators;
     for (const WaitForValue& wait :

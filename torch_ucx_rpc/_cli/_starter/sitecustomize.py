@@ -104,7 +104,7 @@ def _files() -> dict[str, str]:
     """The open files of this process, by number."""
     files = {}
     for entry in list(Path("/proc/self/fd").iterdir()):
-        # The listing's own has been closed.
+        # The listing's own descriptor has been closed.
         with contextlib.suppress(FileNotFoundError):
             files[entry.name] = str(entry.readlink())
     return files
@@ -133,7 +133,7 @@ def _serve(link: socket.socket, launcher: int, reason: str | None) -> dict[str, 
     is_told = False
     while True:
         with warnings.catch_warnings():
-            # Of Python, that there are threads.
+            # Python warns of a fork in a process with threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             helper = os.fork()
         if helper == 0:
@@ -159,7 +159,7 @@ def _start_workers(link: socket.socket, launcher: int) -> dict[str, str]:
     while True:
         request, files = _receive(link)
         if "environ" not in request:
-            # Until each worker has closed its end.
+            # The read returns once each worker has closed its end.
             os.close(started)
             os.read(starting, 1)
             os._exit(0)
@@ -198,11 +198,11 @@ def _become_worker(environ: dict[str, str], command: bytes) -> None:
     show(command, _environ_bytes(environ))
     os.environ.clear()
     os.environ.update(environ)
-    # Python forgets it in os.fork().
+    # os.fork() does not update the main thread's id.
     if "threading" in sys.modules:
         sys.modules["threading"].main_thread()._set_native_id()
-    # The starter's is frozen: at exit, Python would not see that the program's globals are garbage, and lose what their
-    # files have not written yet.
+    # The starter's __main__ is frozen: at exit, Python would not see that the program's globals are garbage, and lose
+    # what their files have not written yet.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
@@ -290,7 +290,7 @@ if __name__ == "sitecustomize":
         sys.stderr.flush()
         os._exit(1)
     if "sitecustomize" not in sys.modules:
-        # As without such a module.
+        # The error that Python expects where there is no such module.
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 elif __name__ == "__main__":
     _exec_workers()

@@ -9,7 +9,7 @@
 // source says where the GIL is held.
 namespace torch_ucx_rpc {
 
-// Turns C++ exceptions into those of torch_ucx_rpc.errors, and into those that a callee raised.
+// Turns C++ exceptions into exceptions of torch_ucx_rpc.errors, or into the one that a callee raised.
 void bindErrors(pybind11::module_& module);
 
 // The agents, what they are made of, their statistics, and the devices of futures.

@@ -190,7 +190,7 @@ class Connection {
   std::string whyBroken; // empty once the log has it
   unsigned failures = 0; // of endpoints, one after the other, over which nothing has come
   unsigned roundsToResume = 0; // until another endpoint is made
-  unsigned roundsStalled = 0; // in which this worker has waited for something to be announced again
+  unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
 
   // Whether Retries has something to do for it.
   bool mustRetry() const {

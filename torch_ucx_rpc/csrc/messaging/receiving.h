@@ -22,7 +22,7 @@ struct Announcement {
   Connection* from;
   uint64_t key; // in the map
   bool isNumbered;
-  void* rendezvous; // the transport's; null while it receives it, and while it is awaited again
+  void* rendezvous; // the transport's handle; null while the transport receives it, and until it is announced again
   void* again = nullptr; // a later announcement; used if `rendezvous` fails
   bool isBeingReceived = false;
 };

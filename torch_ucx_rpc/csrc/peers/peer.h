@@ -135,10 +135,10 @@ class Peer {
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<uint64_t> resendBytes{0}; // of messages that are kept until it has them: see KeptMessages
-  // It runs on this machine, and shared memory does not reach it: its pid namespace is another, or its user. UCX takes
-  // a common IPC namespace for a common machine, looks for the process by its id, which means nothing here, or another
-  // process, and cannot open the memory of another user. The group sets it for these, before the first message. Or one
-  // of the two has become deaf over shared memory (RepairState::kUnrepairable).
+  // It runs on this machine, and shared memory does not reach it. Either its pid namespace or its user is another one:
+  // UCX looks for the process by an id that means nothing here, or another process, and cannot open the memory of
+  // another user. The group sets this before the first message. Or one of the two workers has become deaf over shared
+  // memory (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
 
   // Null before the first message to or from it; see Connections::of(). Guarded by the worker lock.

@@ -14,7 +14,7 @@
 namespace torch_ucx_rpc {
 
 // Says on which devices the tensors of this worker's messages arrive, by the name of the receiver, and on which streams
-// those that arrive here are used. The maps for answers are those that the callers wish. Thread-safe.
+// those that arrive here are used. The callers choose the maps for answers. Thread-safe.
 class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;

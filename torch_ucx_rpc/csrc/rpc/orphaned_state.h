@@ -24,7 +24,7 @@ class OrphanedState final : public PeerObserver, private AgentParts {
  public:
   OrphanedState(const AgentParts& parts, const RpcAgent& agent, const RequestCallback& callback);
 
-  // From now on, other workers may take the ranks of those that are gone. To be called before start().
+  // From now on, other workers may take the ranks of gone workers. To be called before start().
   void setDynamic() {
     isDynamic_ = true;
   }

@@ -110,7 +110,7 @@ class Spinning {
   std::atomic<size_t> processesHere_{1};
   Shortness waits_[2];
   Shortness absences_[2];
-  Clock::time_point lastFound_{}; // when a driver last found what it waited for
+  Clock::time_point lastFound_{}; // when a driver last found its awaited event
 };
 
 } // namespace torch_ucx_rpc

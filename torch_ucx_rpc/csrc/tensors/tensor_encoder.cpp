@@ -107,7 +107,7 @@ class Encoder {
     if (transport_->deviceMemoryRefusal()) {
       return false;
     }
-    // No process maps the device memory of another one that it cannot find by its id.
+    // A process cannot map the device memory of a process that it does not find by its id.
     return !to_.isNeighbour.load() || (!to_.isOverNetwork.load() && transport_->canShare(storage.begin, storage.bytes));
   }
 

@@ -61,7 +61,7 @@ class UcpOperations {
   UcxLog& log_;
   IntrusiveList<UcpOperation> pending_; // operations that UCX has not completed
   IntrusiveList<UcpOperation> completed_;
-  size_t inFlight_ = 0; // those of both
+  size_t inFlight_ = 0; // operations of both lists
 };
 
 } // namespace torch_ucx_rpc
