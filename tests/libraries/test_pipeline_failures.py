@@ -490,7 +490,7 @@ def refuse() -> None:
     )
     refused(ValueError, r"balance=\[8\] is for 1 stages, but there are 2", balance=[8])
     refused(ValueError, r"needs one layer at least", balance=[8, 0])
-    refused(ValueError, r'"profile" or "parameters", and not \'speed\'', balance="speed")
+    refused(ValueError, r'"profile" or "parameters"; got \'speed\'', balance="speed")
     refused(ValueError, r"measures the layers on a batch: give one as sample=", balance="profile")
     refused(
         ValueError, r"16 stages need 16 layers at least, but the model has 8: give fewer workers", stages_per_worker=8
@@ -515,7 +515,7 @@ def refuse() -> None:
         PipelineError, r"(?s)stages \[0\] cannot be sent.*let the worker make the stage: pipeline\.Built", model=normed
     )
     refused(ValueError, r"the list has 1 stages, but the workers run 2", model=[model])
-    refused(TypeError, r"stage 1 is a int", model=[model, 3])
+    refused(TypeError, r"stage 1 must be an nn\.Module, .* got 3 \(int\)", model=[model, 3])
     refused(
         PipelineError,
         r"worker 'worker1' cannot make its stages: ModuleNotFoundError: No module named 'no_such_code'",

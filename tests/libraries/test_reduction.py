@@ -448,7 +448,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 lambda: reduction.push_pull("ps", torch.ones(1)),
                 "server must be what reduction.serve returns; got 'ps'",
             ),
-            (lambda: reduction.push_pull(server, [torch.ones(1), None]), "number 1 is None; give zeros"),
+            (lambda: reduction.push_pull(server, [torch.ones(1), None]), "with zeros .* number 1 is not; got None"),
             (lambda: reduction.push_pull(server, torch.ones(1, dtype=torch.int64)), "number 0 is torch.int64"),
             (
                 lambda: reduction.push_pull(server, [torch.ones(1), torch.ones(2).to_sparse()]),

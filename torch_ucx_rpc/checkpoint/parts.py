@@ -16,7 +16,7 @@ from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
-from torch_ucx_rpc._arguments import check_number, check_path, check_type, wrong_value
+from torch_ucx_rpc._arguments import check_number, check_path, check_type, wrong_type, wrong_value
 from torch_ucx_rpc.checkpoint import optimizers
 
 __all__ = ["CheckpointError", "Part", "Path", "check_wishes", "drop_everywhere", "parts_of", "run_everywhere", "under"]
@@ -93,7 +93,7 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
         if plain:
             yield path, _of_values(value, plain)
     else:
-        raise TypeError(f"a state is a dict, and {'.'.join(map(str, path)) or 'this one'} is a {type(value).__name__}")
+        raise wrong_type(".".join(map(str, path)) or "state", "a dict", value)
 
 
 def _is_leaf(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
+from torch_ucx_rpc._arguments import wrong_type, wrong_value
 from torch_ucx_rpc.pipeline._balance import balanced, timed
 from torch_ucx_rpc.pipeline._build import Built
 from torch_ucx_rpc.pipeline._partition import (
@@ -107,10 +108,8 @@ def _sequential(
         times = [seconds for _, seconds in timed(model, once, args, kwargs)]
         counts = balanced(times, stages)
     else:
-        raise ValueError(
-            "balance must be a list with the number of layers of each stage, "
-            f'"profile" or "parameters", and not {balance!r}'
-        )
+        expected = 'a list with the number of layers of each stage, "profile" or "parameters"'
+        raise wrong_value("balance", expected, balance)
     modules, infos = [], []
     place = 0
     for count in counts:
@@ -160,10 +159,8 @@ def _given(given: Sequence[Any], stages: int, balance: Any) -> Partition:
     infos = []
     for index, one in enumerate(modules):
         if not isinstance(one, (nn.Module, Built, PyRRef)):
-            raise TypeError(
-                f"stage {index} is a {type(one).__name__}: a stage is an nn.Module, pipeline.Built(...), or an RRef to "
-                f"a module on its worker."
-            )
+            expected = "an nn.Module, pipeline.Built(...), or an RRef to a module on its worker"
+            raise wrong_type(f"stage {index}", expected, one)
         if isinstance(one, nn.Module):
             infos.append(StageInfo(type(one).__name__, parameter_count([one])))
         else:

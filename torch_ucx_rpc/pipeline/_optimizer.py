@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_ucx_rpc._arguments import wrong_type
 from torch_ucx_rpc.pipeline._recovery import Recovery
 from torch_ucx_rpc.pipeline._scaler import GradScaler
 
@@ -25,7 +26,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self, recovery: Recovery, cls: type[torch.optim.Optimizer], params: Any, options: dict[str, Any]
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise TypeError(f"an optimizer's class is wanted, such as torch.optim.AdamW, and not {cls!r}")
+            raise wrong_type("cls", "an optimizer's class, such as torch.optim.AdamW", cls)
         if issubclass(cls, torch.optim.LBFGS):
             raise TypeError(
                 "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"

@@ -17,6 +17,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
+from torch_ucx_rpc._arguments import wrong_value
 from torch_ucx_rpc.pipeline._balance import balanced, timed
 from torch_ucx_rpc.pipeline._build import Traced
 from torch_ucx_rpc.pipeline._errors import PipelineError
@@ -283,7 +284,7 @@ def _split_points(
 ) -> dict[str, SplitPoint]:
     """Choose split points before blocks of the model, in the order in which they run, for even stages."""
     if balance not in (None, "parameters", "params", "profile"):
-        raise ValueError(f'balance must be "profile" or "parameters" for a traced model, and not {balance!r}')
+        raise wrong_value("balance", '"profile" or "parameters" for a traced model', balance)
     blocks = _blocks_in_order(model, args, kwargs)
     if len(blocks) < stages:
         raise ValueError(

@@ -95,14 +95,10 @@ def _finish(server: Server, steps: Steps, tensors: list[Tensor], is_one: bool, f
 def _check(tensors: list[Any]) -> None:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"gradients are tensors, and number {index} is {tensor!r}; give zeros where a parameter has none"
+            raise wrong_type(
+                "gradients", f"tensors, with zeros where a parameter has none; number {index} is not", tensor
             )
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(
-                f"gradients are floating point numbers, of which a mean can be made; number {index} is {tensor.dtype}"
-            )
+            raise TypeError(f"gradients must be floating point numbers; number {index} is {tensor.dtype}")
         if tensor.layout != torch.strided:
-            raise ValueError(
-                f"push_pull takes dense tensors, and number {index} is {tensor.layout}: give tensor.to_dense()"
-            )
+            raise ValueError(f"gradients must be dense; number {index} is {tensor.layout}: give tensor.to_dense()")
