@@ -24,9 +24,9 @@ HEADER = ("configuration", "torch", "runs", "passed", "skipped", "failed", "why 
 INTRODUCTION = """\
 # Conformance
 
-torch {torch} contains {suites} suites with {tests} tests of RPC agents. They run here, unedited, on UCX and on
-TensorPipe. A test counts as passed if it passed in every run. {covered} tests demand TensorPipe itself, and
-[tests of this project](../tests/conformance/_equivalents.py) stand in for them.
+torch {torch} contains {suites} suites with {tests} tests of RPC agents, {gpu} of them for GPUs. They run here,
+unedited, on UCX and on TensorPipe. A test counts as passed if it passed in every run. {covered} tests demand TensorPipe
+itself, and [tests of this project](../tests/conformance/_equivalents.py) stand in for them.
 
 """
 
@@ -48,7 +48,10 @@ tools/conformance.sh --runs 3                        # and write this page
 def page(suites: Data, results: list[Data]) -> str:
     tests = [test for suites_of_list in suites["lists"].values() for tests in suites_of_list.values() for test in tests]
     number = sum(map(len, suites["lists"].values()))
-    introduction = INTRODUCTION.format(torch=suites["torch"], suites=number, tests=len(tests), covered=len(EQUIVALENTS))
+    gpu = sum(len(tests) for name, some in suites["lists"].items() if "CUDA" in name for tests in some.values())
+    introduction = INTRODUCTION.format(
+        torch=suites["torch"], suites=number, tests=len(tests), gpu=gpu, covered=len(EQUIVALENTS)
+    )
     return introduction + "\n".join(table(HEADER, map(row, results))) + "\n" + CONCLUSION
 
 
