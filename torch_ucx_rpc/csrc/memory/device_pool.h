@@ -23,7 +23,7 @@ namespace torch_ucx_rpc {
 // Torch's own allocator also waits for the streams that are recorded on memory, before it gives the memory out again.
 // Other allocators (RMM's, or one that has replaced torch's) know only the stream of the allocation. The pool holds
 // back their released memory until the work is done that torch's streams had at the release. A device has 129 such
-// streams, and asking all of them takes some 100 us, which the thread that releases memory, usually the user's, should
+// streams, and asking all of them takes some 200 us, which the thread that releases memory, usually the user's, should
 // not pay each time. So the streams are asked once for many blocks: when something is collected, or when much has been
 // released.
 //
