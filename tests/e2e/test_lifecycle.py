@@ -481,6 +481,35 @@ def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param("torch_ucx_rpc.statistics", id="statistics"),
+        pytest.param("lambda: ring.take(f'worker{1 - rank}', 'tag', timeout=0.001)", id="errors"),
+        pytest.param("lambda: ring.take(f'worker{1 - rank}', 'tag')", id="a wait"),
+    ],
+)
+def test_daemon_threads_do_not_abort_the_end(work: str, tmp_path: Path) -> None:
+    # Python ends, or stops, such a thread when it comes back.
+    lines = f"""
+from torch_ucx_rpc.channel import Channel
+
+ring = Channel("ring")
+
+def repeat(work):
+    while True:
+        try:
+            work()
+        except Exception:
+            pass
+
+for _ in range(3):
+    threading.Thread(target=repeat, args=({work},), daemon=True).start()
+"""
+    for ended in end("", tmp_path, lines=lines):
+        assert ended.returncode == 0, ended.stderr
+
+
 def test_uncaught_exception_prints_only_its_traceback(tmp_path: Path) -> None:
     for ended in end("raise ValueError('enough')", tmp_path):
         assert ended.returncode == 1

@@ -173,6 +173,7 @@ QUOTES = [
 ]
 # Messages of torch and UCX, or composed at run time.
 FOREIGN = (
+    "terminate called without an active exception",
     "RPC ran for more than set timeout ",
     "UCX: Destination is unreachable",
     "starting UCX failed",

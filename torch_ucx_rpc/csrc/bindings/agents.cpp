@@ -26,14 +26,6 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-bool isInterpreterFinalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
-
 // Python's identities of the agent threads that have a thread state. Guarded by the GIL.
 std::set<unsigned long>& pythonThreads() {
   static auto* threads = new std::set<unsigned long>(); // NOLINT: threads may outlast static objects
@@ -101,7 +93,7 @@ void addCounts(py::dict& values, const std::vector<Count>& counts) {
 py::dict statisticsOf(UcxRpcAgent& agent) {
   AgentStatistics statistics{};
   {
-    const py::gil_scoped_release noGil; // it waits for the worker lock
+    const WithoutGil noGil; // it waits for the worker lock
     statistics = agent.reports().statistics();
   }
   using py::operator""_a;
@@ -135,7 +127,7 @@ std::shared_ptr<Agent> makeAgent(
     size_t expectedPeers,
     const std::string& networkDevices,
     const Own&... own) {
-  const py::gil_scoped_release noGil;
+  const WithoutGil noGil;
   return std::make_shared<Agent>(
       std::move(name),
       rank,
@@ -204,7 +196,7 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
       }
     };
   }
-  const py::gil_scoped_release noGil;
+  const WithoutGil noGil;
   agent.group().setOnGone(std::move(onGone));
 }
 
@@ -269,7 +261,7 @@ void bindAgents(py::module_& module) {
   using torch::distributed::rpc::RpcAgent;
   // torch has bound what RpcAgent has. NoGil is for functions that may wait for the worker lock, for a peer, or for a
   // thread that waits for the GIL.
-  using NoGil = py::call_guard<py::gil_scoped_release>;
+  using NoGil = py::call_guard<WithoutGil>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(
           py::init(&makeUcxAgent),

@@ -5,9 +5,49 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <unistd.h>
+
 // Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi documents what they bind, and each
 // source says where the GIL is held.
 namespace torch_ucx_rpc {
+
+inline bool isInterpreterFinalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// While Python ends, no other thread gets the GIL any more. Before 3.14 Python unwinds a thread that wants it. Where
+// that reaches a destructor, or the handler of an exception, the process aborts. In the scope of this object such a
+// thread sleeps until the process is over instead, as it does from 3.14 on.
+class SleepWhilePythonEnds {
+ public:
+  SleepWhilePythonEnds() = default;
+  SleepWhilePythonEnds(const SleepWhilePythonEnds&) = delete;
+  SleepWhilePythonEnds& operator=(const SleepWhilePythonEnds&) = delete;
+  ~SleepWhilePythonEnds() {
+    while (isInterpreterFinalizing() && PyGILState_Check() == 0) {
+      pause();
+    }
+  }
+};
+
+// Releases the GIL, like py::gil_scoped_release, with which a daemon thread that comes back while Python ends aborts.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() noexcept(false) { // Python may unwind it
+    const SleepWhilePythonEnds sleep;
+    PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
 
 // Turns C++ exceptions into exceptions of torch_ucx_rpc.errors, or into the one that a callee raised.
 void bindErrors(pybind11::module_& module);

@@ -20,7 +20,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<WithoutGil>;
 
 // Python's objects may outlive the agent.
 class AgentOfValue {
@@ -103,7 +103,7 @@ void bindChannels(py::module_& module) {
           [](const PostedValue& posted, std::optional<double> timeout) {
             Channel::Value value;
             {
-              const py::gil_scoped_release noGil;
+              const WithoutGil noGil;
               value = posted.wait(timeout);
             }
             return asPython(std::move(value));

@@ -92,6 +92,7 @@ void raiseInstead(const Make& make) {
 // pybind11 calls this for every C++ exception that leaves torch's bindings or ours. An exception thrown here goes on to
 // the next translator.
 void translateRuntimeError(std::exception_ptr thrown) {
+  const SleepWhilePythonEnds sleep; // the functions of Python let other threads have the GIL
   try {
     std::rethrow_exception(std::move(thrown));
   } catch (const RpcFailure& failure) {

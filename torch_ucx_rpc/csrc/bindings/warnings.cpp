@@ -28,7 +28,7 @@ void setPythonsReceiver(const py::object& receive) {
       }
     };
   }
-  const py::gil_scoped_release noGil; // it waits for a call of the previous receiver, which takes the GIL
+  const WithoutGil noGil; // it waits for a call of the previous receiver, which takes the GIL
   setWarningReceiver(std::move(receiver));
 }
 
@@ -36,7 +36,7 @@ void setPythonsReceiver(const py::object& receive) {
 
 void bindWarnings(py::module_& module) {
   module.def("set_warning_receiver", &setPythonsReceiver, py::arg("receive"));
-  module.def("flush_warnings", &flushWarnings, py::call_guard<py::gil_scoped_release>());
+  module.def("flush_warnings", &flushWarnings, py::call_guard<WithoutGil>());
 }
 
 } // namespace torch_ucx_rpc
