@@ -32,7 +32,7 @@ struct OutgoingLoad {
   // The bytes that a message costs the transport beside its body.
   static constexpr uint64_t kEagerOverhead = 512;
 
-  size_t parts = 0; // by rendezvous
+  size_t parts = 0; // parts that travel by rendezvous
   uint64_t eagerBytes = 0;
 
   // A message that is larger than a limit leaves alone.
@@ -150,9 +150,9 @@ class Connection {
   // Changed by Receiver and by Inbox.
   struct Incoming {
     wire::ReplayWindow received{1}; // frames with numbers
-    std::map<uint64_t, Announcement> announced; // by number; those without one by a key from the upper end
+    std::map<uint64_t, Announcement> announced; // by number; a frame without one has a key from the upper end
     uint64_t unnumbered = 0; // how many of these have come
-    uint64_t unacknowledgedBytes = 0; // of frames since one has left that acknowledges all
+    uint64_t unacknowledgedBytes = 0; // bytes of frames that came after the last acknowledgement left
     bool isOwing = false; // in Connections::owing
     std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
 
@@ -188,7 +188,7 @@ class Connection {
   // Of resumption. Retries counts its rounds.
   bool isUnproven = false; // the endpoint has failed, and nothing has come since
   std::string whyBroken; // empty once the log has it
-  unsigned failures = 0; // of endpoints, one after the other, over which nothing has come
+  unsigned failures = 0; // endpoints in a row that have failed, and over which nothing has come
   unsigned roundsToResume = 0; // until another endpoint is made
   unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
 

@@ -35,7 +35,7 @@ void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transpo
 void DeviceAllocation::run(const Transport& transport) noexcept {
   DevicePool& pool = DevicePool::instance();
   try {
-    Devices written; // by the transport, outside of any stream
+    Devices written; // the transport writes to them outside of any stream
     for (Span& span : spans) {
       if (span.isStaging) {
         span.data = pool.allocateStaging(span.device, span.bytes);

@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 // for Python, or for memory that is held back. So run() is called without the worker lock.
 struct DeviceAllocation {
   struct Span {
-    size_t index; // of the message
+    size_t index; // of the message's span
     c10::Device device;
     bool isStaging; // host memory, from which the decoder copies
     uint64_t bytes;

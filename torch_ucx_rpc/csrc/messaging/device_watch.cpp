@@ -38,7 +38,7 @@ void DeviceWatch::askAgain() {
 }
 
 Timer::TimePoint DeviceWatch::ask() {
-  progress_.requestStartDeferred(); // which asks the devices, and sets this task again if they are not done
+  progress_.requestStartDeferred(); // asks the devices, and sets this task again if they are not done
   return Timer::kNever;
 }
 

@@ -43,7 +43,7 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
     }
     const bool isWatched = !peer->needsHeartbeat.load();
     if (isWatched && connection->outgoing.underWay == 0 && !silence.isSuspect) {
-      silence.lasted = Milliseconds(0); // it has no reason to say anything
+      silence.lasted = Milliseconds(0); // the peer has no reason to say anything
       continue;
     }
     silence.lasted += passed;

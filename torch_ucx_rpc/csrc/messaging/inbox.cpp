@@ -200,7 +200,7 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
   if (from.state() == Connection::State::kClosed) { // calls to it have failed here already, so it stays lost
     receiver_.release(piece);
     if (from.peer().state() == Peer::State::kFailed && from.peer().mayResume.load(std::memory_order_relaxed)) {
-      from.isPinged = true; // it may have come back too late, and would go on sending
+      from.isPinged = true; // the peer may have come back too late, and would go on sending
       connections_.makeReady(from);
     }
     return;

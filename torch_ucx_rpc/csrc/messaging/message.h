@@ -108,7 +108,7 @@ struct OutgoingMessage {
   bool hasLeftInPart = false; // one of several active messages has been given to the transport
   Error error; // the first error
   bool hasBodyArrived = false; // see hasArrived()
-  bool isKept = false; // by KeptMessages, until the peer has it
+  bool isKept = false; // KeptMessages keeps it until the peer has it
   OutgoingLoad* takesRoomOf = nullptr;
   bool isUnderWay = false; // counted in Outgoing::underWay
 };
@@ -142,7 +142,7 @@ struct IncomingMessage {
   uint64_t pooledBodyBytes = 0;
   std::vector<Span> spans;
   DeviceWork pendingWork; // the work of devices that copies the spans of a message to oneself; else none
-  Admission admission; // its share of the receive window
+  Admission admission; // the message's share of the receive window
 };
 
 // The error of a message of `bytes` that is refused for lack of memory.

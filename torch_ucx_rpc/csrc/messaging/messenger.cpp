@@ -156,7 +156,7 @@ void Messenger::onPeerGone(Peer& peer) {
     inbox_.dropPeer(peer);
     outbox_.abandon(peer);
   });
-  requestRepair(); // it may have died while it wrote into the shared memory of this worker
+  requestRepair(); // the peer may have died while it wrote into this worker's shared memory
 }
 
 void Messenger::acceptJoins(const std::string& joinKey) {
@@ -279,7 +279,7 @@ Messenger::Traffic Messenger::traffic(const std::vector<const Peer*>& peers) {
   Traffic traffic;
   progress_.run([&] {
     traffic.underWay = outbox_.underWay();
-    const bool isClosed = lifetime_.isClosed(); // by now: then UCX's endpoints are gone
+    const bool isClosed = lifetime_.isClosed(); // if it is closed by now, UCX's endpoints are gone
     for (const Peer* peer : peers) {
       traffic.lanes.push_back(
           !isClosed && peer->connection != nullptr && peer->connection->endpoint().has_value()

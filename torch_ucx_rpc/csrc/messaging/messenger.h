@@ -98,7 +98,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Error checkContent(const IncomingMessage& message);
 
   // Driving.
-  bool lead() override; // of the executor's threads
+  bool lead() override; // the executor's threads call it
   // For operations under the worker lock, for threads that drive while they wait, and to wake these.
   Progress& progress() {
     return progress_;

@@ -270,7 +270,7 @@ void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owne
   }
   if (connection.endpoint().has_value()) {
     sendFrames(connection, message);
-  } else if (!isKept) { // a goodbye, or what resume() sends again; a kept message leaves when there is one
+  } else if (!isKept) { // a goodbye, or a message that resume() sends again; a kept message waits for an endpoint
     message.unfinished = 1;
     finish(message, /*endpoint=*/0, 1, {ErrorCode::kCanceled, "there is no endpoint at present"});
   }
@@ -321,14 +321,15 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   answer         the peer's   a refusal goes instead (RequestServer::onAnswerNotSent())
 //   control frame  local        it strands here, and is sent again until it has left
 //   control frame  the peer's   the peer is lost (PeerMonitor::onControlNotSent())
-//   an endpoint    local        the next message makes another endpoint (Inbox::onEndpointFailed())
+//   an endpoint    any          if mayResume(), Retries makes another endpoint (Inbox::onEndpointFailed()); otherwise:
+//   an endpoint    local        the next message makes another endpoint
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
 //
 // A message that has left in part never strands: at its first error withdraw() has the receiver told. Once the peer is
 // gone or the outbox is closed nothing strands, and no frame tells the receiver.
 //
 // A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends
-// when besides the peer has it, or it has failed. Most errors only break its connection.
+// when the peer has it too, or when it has failed. Most errors only break its connection.
 void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error) {
   Connection& connection = *message.to->connection;
   const bool hasFailed = static_cast<bool>(error);
@@ -399,7 +400,7 @@ void Outbox::freeRoom(Connection& connection, OutgoingMessage& message) {
 
 void Outbox::withdraw(Connection& connection, const OutgoingMessage& message) {
   if (message.header.kind == wire::Kind::kPut) {
-    return; // its receiver keeps the parts that have come until this worker is gone
+    return; // the receiver keeps the parts that have come until this worker is gone
   }
   if (message.header.kind == wire::Kind::kRequest) {
     connection.outgoing.withdrawn.push_back(message.header.callId); // a transport callback must not send

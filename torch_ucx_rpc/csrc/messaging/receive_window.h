@@ -133,7 +133,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   void releaseQueued(uint64_t bytes);
   void onReleased();
 
-  const uint64_t limitBytes_; // of each budget
+  const uint64_t limitBytes_; // the limit of each budget
   UniqueFunction<void()> onRoom_;
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
   std::atomic<uint64_t> deviceUsed_[2] = {0, 0}; // the same, in memory of devices

@@ -384,7 +384,7 @@ void Receiver::finishIfDone(Entry receiving) {
   }
   if (receiving->isDropped || receiving->error) {
     release(receiving->assembled); // in stage kBody it still has the pieces of the spans
-  } else if (receiving->stage == Stage::kBody) { // which says now where the spans go
+  } else if (receiving->stage == Stage::kBody) { // the body now says where the spans go
     receiving->stage = Stage::kMemory;
     receiving->isPlanned = false;
     receiving->parts.clear();

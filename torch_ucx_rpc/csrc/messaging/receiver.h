@@ -150,9 +150,9 @@ class Receiver : private ReceivingParts {
   void finishIfDone(Entry receiving);
   void forget(Entry receiving);
 
-  std::list<Receiving> receiving_; // of all peers, since isBusy() asks for all
+  std::list<Receiving> receiving_; // from all peers, since isBusy() asks for all
   std::list<Receiving> dropped_; // messages of lost peers; the transport still uses their memory
-  std::vector<void*> toRelease_; // of strangers too
+  std::vector<void*> toRelease_; // also from strangers
   bool hasFinished_ = false;
 };
 

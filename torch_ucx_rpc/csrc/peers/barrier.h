@@ -71,7 +71,7 @@ class Barrier {
     virtual ~Link() = default;
     virtual bool isPresent(Rank rank) const = 0; // this worker itself included
     virtual Rank endOfRanks() const = 0; // one more than the highest
-    virtual Error lost() const = 0; // which workers have failed
+    virtual Error lost() const = 0; // names the workers that have failed
     virtual void sendArrive(Rank to, uint64_t round, const Arrivals& arrivals) = 0;
     virtual void sendRelease(Rank to, uint64_t round, const Result& result) = 0;
   };

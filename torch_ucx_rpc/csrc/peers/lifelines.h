@@ -40,7 +40,7 @@ class Lifelines {
     int socket = -1;
     std::string host;
     uint16_t port = 0;
-    bool hasConnected = false; // it had been connected before this attempt
+    bool hasConnected = false; // the lifeline was connected before this attempt
     int reconnectionsLeft = kReconnections;
     UniqueFunction<void()> onCut;
   };

@@ -26,7 +26,7 @@ struct Member {
   std::string bootId;
   uint64_t pidNamespace = 0;
   uint64_t processStartTime = 0; // clock ticks since boot
-  std::string user; // as which it runs; shared memory of UCX's is open to one user alone
+  std::string user; // the user that it runs as; UCX's shared memory is open to one user alone
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
   // Its first ids of RRefs, and of contexts of distributed autograd, in this life; random if other workers may take its
   // rank.

@@ -162,7 +162,7 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   executor_.addCompletion(
       [this, hold = std::move(hold), call = std::move(*call), answer = std::move(answer)]() mutable {
         complete(std::move(call), std::move(answer));
-        messenger_.progress().wakeWaitingCaller(); // which may sleep, and wait for this call: it looks when it wakes
+        messenger_.progress().wakeWaitingCaller(); // it may sleep, and wait for this call: it looks when it wakes
       });
 }
 

@@ -112,7 +112,7 @@ std::shared_ptr<Channel::Sent> Channel::put(
   const uint64_t number = lastNumber_.fetch_add(1) + 1;
   auto sent = std::make_shared<Sent>(to, lentBytes);
   if (lentBytes == 0) {
-    sent->isDone.store(true); // its tensors have been copied
+    sent->isDone.store(true); // the tensors have been copied
   } else {
     const std::lock_guard lock(mutex_);
     sending_.emplace(number, sent);

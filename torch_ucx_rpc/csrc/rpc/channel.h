@@ -128,10 +128,10 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   };
   // This worker's values at another one, and its debts to it.
   struct Account {
-    std::atomic<uint64_t> openBodyBytes{0}; // of puts to it that it has not taken
-    std::atomic<uint64_t> lentBytes{0}; // to puts that have not left
+    std::atomic<uint64_t> openBodyBytes{0}; // bodies of this worker's puts that the peer has not taken
+    std::atomic<uint64_t> lentBytes{0}; // tensors of puts that have not left
     // Guarded by mutex_:
-    uint64_t owedBytes = 0; // of its puts that were taken here, and that it has not been told of
+    uint64_t owedBytes = 0; // bodies of the peer's puts that were taken here and not yet reported
     std::unordered_map<std::string, uint64_t> refused; // groups in which it has dropped a put, and their epochs there
   };
   // The consequences of an action, handled without the lock: operations of the messenger, and the deaths of messages

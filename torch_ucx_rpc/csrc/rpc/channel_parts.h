@@ -55,7 +55,7 @@ class Channel::Expected {
   const Name name;
   const std::optional<std::vector<at::Tensor>> into;
   // Guarded by the channel's mutex until isDone:
-  bool isMatched = false; // with a value that is being received
+  bool isMatched = false; // a value is being received for it
   IncomingMessage message;
   bool isInOthersMemory = false; // the message is in tensors that were posted for another one
   std::optional<RpcFailure> failure;
@@ -90,7 +90,7 @@ struct Channel::Arrival {
   bool isInOthersMemory = false; // in tensors that were posted
   IncomingMessage message; // once it is here
   ExpectedPtr expected; // while it is being received for it
-  std::optional<RpcFailure> failure; // that ends `expected` when it is dropped
+  std::optional<RpcFailure> failure; // ends `expected` when the value is dropped
 };
 
 struct Channel::Aftermath {

@@ -265,7 +265,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     openedBefore = opened;
     Barrier::Result result = barrier(isQuiet ? 0 : 1, left);
     quietRounds = result.sum == 0 ? quietRounds + 1 : 0;
-    lost = std::move(result.lost); // by the last round all workers of this end agree on it
+    lost = std::move(result.lost); // all workers agree on it in the last round
   }
   monitor_.setEverybodyLeaving();
   if (lost) {

@@ -96,7 +96,7 @@ void RequestServer::onRequestRejected(Peer& from, uint64_t callId, const Error& 
 void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   Peer& from = open.from();
   if (from.state() == Peer::State::kFailed) {
-    return; // it died while the request was queued, so no caller waits; after a goodbye requests still run
+    return; // the caller died while the request was queued; after a goodbye requests still run
   }
   const trace::CallId traced{from.member().session, open.callId()};
   Admission admission = std::move(incoming.admission);

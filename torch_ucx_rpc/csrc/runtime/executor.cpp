@@ -84,7 +84,7 @@ void Executor::main(const std::shared_ptr<Executor>& self) {
 }
 
 void Executor::loop(std::unique_lock<std::mutex>& lock) {
-  bool isBusyLeader = false; // it has led, and now runs tasks
+  bool isBusyLeader = false; // this thread has led, and now runs tasks
   while (!isStopping_) {
     // While other threads run tasks, one thread must lead. This thread does so before it begins another task, unless a
     // spare thread will.
@@ -140,7 +140,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   std::vector<Task> after;
   afterTask = &after;
   task();
-  task = {}; // its members are destroyed without the lock
+  task = {}; // the task's captures are destroyed without the lock
   afterTask = nullptr; // first: the task is over, and its locks of torch's are free
   for (Task& then : after) {
     then();

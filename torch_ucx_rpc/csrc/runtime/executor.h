@@ -98,7 +98,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
     size_t threads = 0;
     size_t idle = 0; // neither leading nor running a task
     size_t runningRequests = 0; // including those that wait for calls of their own
-    size_t nestingRequests = 0; // those that wait for calls of their own
+    size_t nestingRequests = 0; // running requests that wait for calls of their own
     size_t waitingRequests = 0; // requests that wait for a thread
   };
   Counts counts() const;

@@ -149,7 +149,7 @@ std::unique_lock<WorkerMutex> Progress::lockWorker() {
 std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   std::unique_ptr<EventBatch> brought;
   bool mustWake = false; // once the lock is free, a thread that looks after the transport
-  bool wasWoken = false; // by wake(), and has found nothing since: see rest()
+  bool wasWoken = false; // wake() has woken this thread, which has found nothing since: see rest()
   int rounds = 0;
   if (role == Role::kWaitingCaller) {
     hasWaitingCaller_.store(true);

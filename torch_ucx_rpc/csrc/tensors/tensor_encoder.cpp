@@ -86,7 +86,7 @@ class Encoder {
       }
     }
     outgoing->body = writer.finish();
-    outgoing->pendingWork = DeviceWork(currentStreams(devices_)); // with the copies made above
+    outgoing->pendingWork = DeviceWork(currentStreams(devices_)); // includes the copies made above
     outgoing->lender = std::move(lent_);
     return outgoing;
   }
@@ -336,7 +336,7 @@ class Encoder {
 
   // Storages that travel one after another in one span.
   struct Pack {
-    uint32_t span = kNowhere; // its number, from the first storage on
+    uint32_t span = kNowhere; // the span's number, known from the first storage on
     uint64_t bytes = 0;
     std::vector<const PlannedStorage*> storages;
   };
@@ -374,8 +374,8 @@ class Encoder {
   const DeviceMap& deviceMap_;
   const Transport* const transport_; // null for a message to oneself
   std::unique_ptr<LentMessage> lent_;
-  size_t number_ = 0; // of the message's tensor that is being planned
-  Devices devices_; // that its tensors are on, besides the CPU
+  size_t number_ = 0; // number of the tensor that is being planned
+  Devices devices_; // the devices of the message's tensors, without the CPU
   std::vector<PlannedTensor> tensors_;
 };
 

@@ -59,7 +59,7 @@ class DeviceMemoryAccess {
   ucp_context_h context_ = nullptr;
   bool hasCudaIpc_ = false;
   Error refusal_;
-  Error mistaken_; // of the last bytes
+  Error mistaken_; // what is wrong with the last bytes that were asked for
   std::unordered_set<uintptr_t> knownRegions_;
 };
 

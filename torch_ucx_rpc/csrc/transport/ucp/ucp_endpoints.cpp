@@ -156,7 +156,7 @@ void UcpEndpoints::progress() {
 
 void UcpEndpoints::closeReported() {
   while (UcpEndpoint* const failed = reported_.first()) {
-    closeHandle(*failed); // it stays queued if memory runs out
+    closeHandle(*failed); // the endpoint stays queued if memory runs out
     closed_.push(reported_.pop());
   }
 }

@@ -364,7 +364,7 @@ void UcpTransport::close(int64_t limitMs) {
       (void)poll(&event, 1, 1);
     }
   }
-  rendezvous_.releaseDescriptors(worker_); // those that arrived during the wait
+  rendezvous_.releaseDescriptors(worker_); // of messages that arrived during the wait
 
   // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no
   // peer; the bound is for requests that UCX leaves behind.

@@ -71,7 +71,7 @@ class UcxLog {
  private:
   using Clock = std::chrono::steady_clock;
   struct Line {
-    const char* file; // as the function, a literal of UCX's
+    const char* file; // a literal of UCX's, like the function
     unsigned number;
     const char* function;
     const ucs_log_component_config_t* component;
