@@ -66,8 +66,7 @@ if typing.TYPE_CHECKING:
 
 def _runs(command: str) -> bool:
     """True in the process of this command of ``torch-ucx-rpc``."""
-    # As `python -m torch_ucx_rpc`, these are the arguments while Python looks for the module. Afterwards, sys.argv[0]
-    # is its file.
+    # With `python -m torch_ucx_rpc`, sys.argv[0] is "-m" while Python looks for the module, and its file afterwards.
     return sys.argv[1:2] == [command] and (
         sys.argv[0].endswith("torch-ucx-rpc")
         or (sys.argv[0] == "-m" and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv))

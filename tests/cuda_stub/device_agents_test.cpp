@@ -45,7 +45,7 @@ class Worker {
     FakeDevice::instance().takeMemoryFrom([memory](size_t bytes) {
       return FakeDevice::Memory(allocateOnDevice(memory, std::max<size_t>(bytes, 1)), &freeOnDevice);
     });
-    // As CUDA's: never at once.
+    // Events are never done at once, as with CUDA.
     FakeDevice::instance().completeEventsLater(true);
     agent_ = std::make_shared<UcxRpcAgent>(
         nameOf(rank),

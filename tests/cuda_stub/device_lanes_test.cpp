@@ -442,7 +442,7 @@ TEST(DeviceLanes, MemoryThatCannotBeSharedArrivesInPieces) {
   }
 }
 
-// As between containers that share no PID namespace.
+// Handles are unusable between containers that share no PID namespace.
 TEST(DeviceLanes, UnusableHandlesAreNotNeeded) {
   const auto pair = exchange(Kind::kDevice, Kind::kDevice, kMiB, {{"CUDA_STUB_IPC", "n"}});
   ASSERT_TRUE(pair->haveSucceeded());

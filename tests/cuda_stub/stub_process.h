@@ -61,7 +61,7 @@ inline void haveTheDriver() {
   require(dlopen(CUDA_STUB_NVML, RTLD_NOW | RTLD_GLOBAL) != nullptr, "no libnvidia-ml.so.1");
 }
 
-// As torch does when the first tensor is made.
+// Does what torch does when the first tensor is made.
 inline void useTheDevice() {
   haveTheDriver();
   void* context = nullptr;

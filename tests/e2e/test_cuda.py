@@ -279,7 +279,7 @@ ECHO_AND_COUNT_STAGED = """
         sent = torch.full((1 << 20,), 3, device="cuda")
         for _ in range(3):
             assert rpc.rpc_sync("worker1", echo, (sent,)).eq(3).all()
-        # Of both, when all that they send has been sent.
+        # Both workers have sent everything by now.
         print(torch.cuda.get_allocator_backend(), staged_bytes(), rpc.rpc_sync("worker1", staged_bytes))
     rpc.shutdown()
 """

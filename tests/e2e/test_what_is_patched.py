@@ -75,7 +75,7 @@ def is_torchs(value):
     owner = value if isinstance(value, (type, types.FunctionType)) else type(value)
     return str(owner.__module__).split(".")[0] == "torch"
 
-# By the id of each object: its place, itself, and its parts, two levels below a module.
+# The place, the object and its parts, by the object's id; two levels below a module.
 seen = {}
 
 def look(place, value, depth):

@@ -37,7 +37,7 @@ class Input {
   bool isEmpty() const {
     return rest_.empty();
   }
-  // As many as are left.
+  // Takes so many bytes, or all that are left.
   std::span<const std::byte> take(size_t bytes) {
     const std::span<const std::byte> taken = rest_.first(std::min(bytes, rest_.size()));
     rest_ = rest_.subspan(taken.size());

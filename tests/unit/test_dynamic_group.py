@@ -52,7 +52,7 @@ def test_a_lost_member_is_not_asked_after_another_took_its_rank(monkeypatch: pyt
     group.enter()
 
     def replace_the_lost(_: str) -> bool:
-        # As another thread may while this one looks at the list.
+        # Another thread may do this while the present one looks at the list.
         successor = SimpleNamespace(place="member/7", record=record(1, 0, boot_id=elsewhere).to_values())
         if lost.session in agent.ranks:
             group._admit(json.dumps(vars(successor)))

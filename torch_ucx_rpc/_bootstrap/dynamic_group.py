@@ -166,7 +166,7 @@ class DynamicGroup:
                 self._announce(announcement, lost)
 
     def _announce(self, announcement: str, members: dict[str, Record]) -> None:
-        # With the lock: `_admit`, on another thread, may give a member's rank to its successor.
+        # Hold the lock: `_admit`, on another thread, may give a member's rank to its successor.
         with self._lock:
             sessions = [record.session for place, record in members.items() if place in self._members]
             self._running_agent()._announce_join(announcement, sessions)

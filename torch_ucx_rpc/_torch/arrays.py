@@ -61,8 +61,8 @@ def _reduce_numpy(array: np.ndarray[Any, Any]) -> Any:
     is_writable = array.flags.writeable
     if any(stride < 0 for stride in array.strides):
         array = array.copy()  # no tensor goes backwards
-    # As bytes, in a further dimension: this serves dtypes that torch lacks, strides of a fraction of an element, and
-    # read-only memory, of which torch would warn.
+    # The tensor has bytes, in a further dimension. This serves dtypes that torch lacks, strides of a fraction of an
+    # element, and read-only memory, of which torch would warn.
     interface = {
         "version": 3,
         "data": (array.__array_interface__["data"][0], False),

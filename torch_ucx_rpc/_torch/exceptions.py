@@ -49,7 +49,7 @@ _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<c
 # torch's refusal of an RRef that it or the agent has marked.
 _NO_OBJECT = "RRef creation via rpc.remote() timed out"
 
-# By text: torch's description of the exception. Not the exception itself, whose traceback would keep frames alive.
+# torch's descriptions of exceptions, by text. The exceptions themselves would keep the frames of tracebacks alive.
 _remembered: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
 

@@ -30,7 +30,7 @@ class _Call:
         self.forget = weakref.finalize(self, batches.model.crew.forget, self.number)
         self.forget.atexit = False
         self.outputs = [flatten(value) for value, _ in packets]
-        # By micro-batch, the positions of the leaves that want a gradient.
+        # The positions of the leaves that want a gradient, by micro-batch.
         self.wanting = [(0,) if positions is None else positions for _, positions in packets]
 
 

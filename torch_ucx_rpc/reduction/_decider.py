@@ -31,9 +31,9 @@ class Decider:
         self.ranks = {one.name: one.rank for one in epoch.members}
         self._known: dict[str, Knowledge] = {}
         self._ledgers: dict[str, Ledger] = {}
-        # By model that was dropped: its last attempt, so that no generation comes twice.
+        # The last attempt of each dropped model, so that no generation comes twice.
         self._attempts: dict[str, int] = {}
-        # By model and trainer, the last report that has no answer yet.
+        # The last report that has no answer yet, by model and trainer.
         self._waiting: dict[tuple[str, str], Future[Any]] = {}
         self._answers: list[tuple[Future[Any], Any]] = []
         self._told: list[tuple[str, Opening]] = []

@@ -188,7 +188,7 @@ class Host:
             shard = self._find(key, number, spec)
             if shard is None:
                 raise RuntimeError(self._lost(key))
-            # With the lock: the shard may be dropped, and takes its requests along.
+            # Hold the lock: the shard may be dropped, and takes its requests along.
             values = shard.when(step)
         shard.tell()
         return values

@@ -37,7 +37,7 @@ class ReceiverTest : public testing::Test {
     EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "memory was not given back";
   }
 
-  // As Inbox announces it, without a number.
+  // Announces a message as Inbox does, without a number.
   wire::Piece rendezvous(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
     Connection& from = connections_.of(peer_);
     const uint64_t key = ~from.incoming.unnumbered++;

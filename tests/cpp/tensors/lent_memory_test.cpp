@@ -26,7 +26,7 @@ c10::Storage makeStorage(c10::Allocator* allocator) {
   return makeStorage(allocator, allocator->allocate(kBytes), true);
 }
 
-// Like resize_().
+// Gives the storage other memory, as resize_() does.
 void replaceMemory(const c10::Storage& storage) {
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(storage.allocator()->allocate(kBytes));
 }

@@ -27,7 +27,7 @@ class FailedRRefTest : public testing::Test {
     rpc::RpcAgent::setCurrentRpcAgent(nullptr);
   }
 
-  // As rpc.remote() does for an owner that is worker 1.
+  // Makes an RRef as rpc.remote() does for the owner worker 1.
   void create(const c10::TypePtr& type) {
     rref_ = context_.createUserRRef(1, type);
     rref_->registerOwnerCreationFuture(creation_);

@@ -47,7 +47,7 @@ class FilesForUcxTest : public testing::Test {
     files_.push_back(socket(AF_INET, SOCK_STREAM, 0));
     ASSERT_EQ(connect(files_.back(), reinterpret_cast<sockaddr*>(&address_), sizeof(address_)), 0);
   }
-  // Like UCX.
+  // Accepts a connection as UCX does.
   ucs_status_t acceptOne() {
     using Accept = ucs_status_t (*)(int, sockaddr*, socklen_t*, int*);
     static const auto accept = reinterpret_cast<Accept>(dlsym(RTLD_DEFAULT, "ucs_socket_accept"));

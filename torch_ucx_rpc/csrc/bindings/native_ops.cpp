@@ -41,7 +41,7 @@ void definePythonsNativeOp(const std::string& schema, py::function compile, py::
       if (!error.matches(PyExc_TypeError)) {
         throw;
       }
-      // As an error of torch's it reaches callers on other workers with its text alone.
+      // torch's errors reach callers on other workers with their text alone.
       C10_THROW_ERROR(TypeError, std::string(py::str(error.value())));
     }
   };

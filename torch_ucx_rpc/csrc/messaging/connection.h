@@ -185,7 +185,7 @@ class Connection {
     std::chrono::milliseconds lasted{0};
   } silence;
   bool isHeard = false; // Heartbeat knows that something has come
-  // Of resumption. Retries counts its rounds.
+  // The state of resumption, whose rounds Retries counts.
   bool isUnproven = false; // the endpoint has failed, and nothing has come since
   std::string whyBroken; // empty once the log has it
   unsigned failures = 0; // endpoints in a row that have failed, and over which nothing has come

@@ -139,7 +139,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   std::atomic<uint64_t> deviceUsed_[2] = {0, 0}; // the same, in memory of devices
   std::atomic<uint64_t> queued_ = 0; // bytes of requests that no thread handles yet
   std::atomic<uint64_t> releases_{0}; // how often bytes were given back
-  // Of hasStalled():
+  // Used by hasStalled() alone:
   uint64_t releasesSeen_ = 0;
   TimePoint stalledSince_{}; // when the window moved last; {} if no message waits for it
 };

@@ -24,7 +24,7 @@ constexpr auto kReleasePeriod = std::chrono::seconds(1);
 // How many passes after the last end look for everything.
 constexpr int kPasses = 10;
 
-// As if their holders had deleted them.
+// Deletes the forks as if their holders had done it.
 void deleteForks(const std::vector<HeldFork>& forks, const RequestCallback& callback) {
   for (const HeldFork& held : forks) {
     callback(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {});

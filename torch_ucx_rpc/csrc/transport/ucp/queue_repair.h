@@ -75,7 +75,7 @@ class QueueRepair {
     std::optional<SharedMemoryQueue::Position> asked; // the slot whose writers a scan is to look for
     Finding finding = Finding::kNone; // about that slot
 
-    // Of the scanning thread.
+    // Used by the scanning thread alone.
     std::optional<SharedMemoryQueue::Position> scanned; // the slot of the members below
     std::optional<Suspects> suspects;
     unsigned blindScans = 0; // scans that could not see all processes
