@@ -74,6 +74,14 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   void handTo(Hand hand) {
     hand_ = std::move(hand);
   }
+  // As the agent does when another thread completes a call. Set before threads drive.
+  void wakeCallerForLeader() {
+    handTo([this](const std::vector<uint64_t>& /*calls*/, const std::optional<Driver>& driver) {
+      if (driver && driver->role == Role::kLeader) {
+        progress.wakeWaitingCaller();
+      }
+    });
+  }
 
   std::atomic<uint64_t> withoutDriver{0}; // calls that were handed out by threads that did not drive
   std::atomic<uint64_t> toLeaders{0};
@@ -164,6 +172,12 @@ class LeadingThread {
   std::atomic<bool> isStopping_{false};
   std::thread thread_;
 };
+
+std::chrono::duration<double> median(std::vector<Clock::duration>& times) {
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::nth_element(times.begin(), middle, times.end());
+  return *middle;
+}
 
 class ProgressTest : public testing::TestWithParam<Waiting> {
  protected:
@@ -355,11 +369,7 @@ TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
       b_.send(call);
     }
   });
-  a_.handTo([&](const std::vector<uint64_t>& /*calls*/, const std::optional<Driver>& driver) {
-    if (driver && driver->role == Role::kLeader) {
-      a_.progress.wakeWaitingCaller(); // as the agent does when another thread completes a call
-    }
-  });
+  a_.wakeCallerForLeader();
   const LeadingThread echo(b_);
   const LeadingThread leader(a_);
   const Stalls stalls;
@@ -404,7 +414,7 @@ TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
 }
 
 // A leader that is woken for nothing wakes the waiting caller, and stays out of its way. The caller ends and arms.
-TEST_P(ProgressTest, LeaderSeesThatTheCallerHasLeft) {
+TEST_P(ProgressTest, LeaderTakesOverFromACallerThatItWoke) {
   constexpr uint64_t kRounds = 101;
   a_.connect(b_);
   std::vector<Clock::duration> delays;
@@ -422,9 +432,37 @@ TEST_P(ProgressTest, LeaderSeesThatTheCallerHasLeft) {
     ASSERT_TRUE(eventually([&] { return b_.all() == round; })) << round;
     delays.push_back(Clock::now() - began);
   }
-  std::nth_element(delays.begin(), delays.begin() + kRounds / 2, delays.end());
-  // A leader that does not see it leaves every message for 20 ms.
-  EXPECT_LT(std::chrono::duration<double>(delays[kRounds / 2]).count(), 0.01);
+  EXPECT_LT(median(delays).count(), 0.01); // a leader that does not see it leaves every message for 20 ms
+}
+
+// While absences are short, a leader polls. After some longer ones, which it does not see, the caller arms and goes.
+TEST_P(ProgressTest, LeaderThatPollsTakesOverFromACallerThatArms) {
+  constexpr uint64_t kRounds = 51;
+  a_.connect(b_);
+  b_.wakeCallerForLeader();
+  const LeadingThread leader(b_);
+  std::vector<Clock::duration> delays;
+  uint64_t sent = 0;
+  const auto receive = [&] {
+    a_.send(++sent);
+    (void)b_.progress.driveUntil([&] { return b_.all() == sent; }, std::nullopt);
+  };
+  for (uint64_t round = 1; round <= kRounds; ++round) {
+    for (int time = 0; time < 16; ++time) {
+      receive();
+    }
+    for (int time = 0; time < 4; ++time) {
+      const auto until = Clock::now() + Spinning::kShortAbsence + std::chrono::microseconds(50);
+      while (Clock::now() < until) {
+      }
+      receive();
+    }
+    const auto began = Clock::now();
+    a_.send(++sent);
+    ASSERT_TRUE(eventually([&] { return b_.all() == sent; })) << round;
+    delays.push_back(Clock::now() - began);
+  }
+  EXPECT_LT(median(delays).count(), 0.01);
 }
 
 TEST_P(ProgressTest, WatchedDescriptorRunsItsOperationOnce) {

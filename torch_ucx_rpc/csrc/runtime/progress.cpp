@@ -15,6 +15,8 @@ namespace {
 // without a new absence.
 constexpr auto kUnarmedPeriod = std::chrono::milliseconds(1);
 constexpr int kQuietRounds = 20;
+// About the time that a thread needs to wake up.
+constexpr auto kRising = Spinning::kWakeUp;
 
 // A driver that is about to leave looks for more events this often. The rest is left to another driver.
 constexpr int kMaxRounds = 8;
@@ -254,17 +256,16 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 //   leader          false  at once: another leader sleeps, and so does a waiting caller
 //                   true   woken, or the longest sleep is over; then, where need be, after pollUnarmed()
 //
-// A leader polls if a driver has left in between, or if it has passed a wake-up on. pollUnarmed() ends when a driver is
-// away for long, when the other drivers have armed and gone, when there is something to do here, or when no driver has
-// left for kQuietRounds rounds. This thread drives then, and so takes over or arms.
+// A leader polls if a driver has left in between. pollUnarmed() ends when a driver is away for long, when the other
+// drivers have armed and gone, when there is something to do here, or when no driver has left for kQuietRounds rounds.
+// This thread drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
     // After a sleep for nothing its thread looks for Ctrl-C, and then drives again.
     return sleep(callerDeadline_) != WaitSet::Slept::kForNothing;
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();
-  // The wake-up may have been meant for the waiting caller. This thread goes on to pollUnarmed(), which does not wait
-  // on the wait set and so cannot take the wake-up again.
+  // The wake-up may have been meant for the waiting caller.
   const bool mustPassOn = std::exchange(wasWoken, false) && isCallerAsleep;
   if (mustPassOn) {
     wake();
@@ -274,14 +275,23 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   }
   ++leadersAsleep_;
   const uint64_t absences = absences_.load();
-  if (!mustPassOn) {
+  if (mustPassOn) {
+    letCallerRise();
+  } else {
     wasWoken = sleep() == WaitSet::Slept::kUntilWoken;
   }
-  if (mustPassOn || absences_.load() != absences) {
+  if (absences_.load() != absences) {
     pollUnarmed(isDone);
   }
   --leadersAsleep_;
   return true;
+}
+
+// Keeps off the wait set until the waiting caller has taken its wake-up. If that takes long, it may be passed on again.
+void Progress::letCallerRise() const {
+  for (int nap = 0; nap < kQuietRounds && isWaitingCallerAsleep_.load(); ++nap) {
+    std::this_thread::sleep_for(kRising);
+  }
 }
 
 bool Progress::leaveUnarmedLocked(Role who) {

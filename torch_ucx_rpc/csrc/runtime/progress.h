@@ -107,6 +107,8 @@ class Progress {
   // needed, or the waiting caller was interrupted or has slept for the longest time.
   bool rest(Role role, IsDone& isDone, bool& wasWoken);
 
+  void letCallerRise() const;
+
   // Lets the transport advance; a callback that throws, for want of memory, has advanced it too.
   unsigned advanceLocked();
   Spinning::Awaited awaitedLocked() const;
