@@ -46,8 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv``, by default the process's own, names; return its exit code."""
     arguments = _parser().parse_args(argv)
     command = importlib.import_module(f"torch_ucx_rpc._cli.{arguments.command}")
-    with _stdout_of_python_alone() if getattr(arguments, "json", False) else contextlib.nullcontext():
-        code: int = command.main(arguments)
+    try:
+        with _stdout_of_python_alone() if getattr(arguments, "json", False) else contextlib.nullcontext():
+            code: int = command.main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python would fail once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.BROKEN
     return code
 
 

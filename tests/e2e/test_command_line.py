@@ -93,6 +93,17 @@ def test_info_explains_an_import_that_fails_under_either_name(tmp_path: Path, mo
     assert "PROBLEM  torch cannot be imported: libtorch_cpu.so" in done.stdout
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_reader_that_has_gone_ends_info_without_a_traceback(options: list[str]) -> None:
+    command = [sys.executable, "-m", "torch_ucx_rpc", "info", *options]
+    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == ExitCode.BROKEN
+
+
 # ---- Wrong arguments -------------------------------------------------------------------------------------------------
 
 
