@@ -24,6 +24,8 @@ _HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
 _NO_HOST = re.compile(r"'(\w+)' cannot be a host of a server: no living worker has that name")
 # The failure of pushes when all their hosts are lost (docs/reduction.md).
 _STATE_IS_LOST = re.compile("all hosts of the server")
+# The failures of names and pushes while no epoch is in force (docs/development/membership.md).
+_UNDECIDED = re.compile("no worker decides|the decider of the group does not answer|is cut off from the others")
 # The refusal of an RRef whose owner's rank another worker has (RRefLost).
 _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
 # TorchScript's failure in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
@@ -240,6 +242,8 @@ class _History:
             return "two threads of CPython parsed at once"
         if _STATE_IS_LOST.search(failure.text):
             return self._why_state_is_lost(failure, event["among"][:2])
+        if _UNDECIDED.search(failure.text) and (reason := self._why_parted(failure, self._host_of.values())):
+            return f"no epoch was in force; {reason}"
         return self.why_names_differ(event)
 
     def why_names_differ(self, event: dict[str, Any]) -> str:

@@ -72,6 +72,7 @@ NO_FILES = {"what": "no files", "at": 9.0, "until": 11.0, "name": "worker0"}
 TOO_MANY = "RuntimeError: could not send to worker 'worker2' (rank 2, pid 7 on c): too many files open"
 NO_HOST = "ValueError: 'worker1' cannot be a host of a server: no living worker has that name; close to it: worker2"
 CUT_OFF_REASON = "a host was parted from the others: cut off"
+UNDECIDED = "RuntimeError: 'pushes 1' could not be made within rpc_timeout: the decider of the group does not answer"
 GONE = "RuntimeError: all hosts of the server 'pushes 1' are lost: worker1, worker2"
 BOTH = ("worker1", "worker2", "worker0")
 KILL_2 = {"what": "kill", "at": 9.5, "name": "worker2", "life": "2.0"}
@@ -100,6 +101,9 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(10.0, TOO_MANY), (NO_FILES,), "it could not open files"),
         (failure(12.0, TOO_MANY), (NO_FILES,), "unexplained"),
         (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
+        # The group waits for the workers of any host that is silent.
+        (failure(10.0, UNDECIDED, among=()), (CUT_OFF,), f"no epoch was in force; {CUT_OFF_REASON}"),
+        (failure(10.0, UNDECIDED, among=()), (KILL, CUT), "unexplained"),
         (failure(10.0, GONE, among=BOTH), (KILL, KILL_2), "both hosts were lost"),
         (failure(10.0, GONE, among=BOTH), (KILL,), "unexplained"),
     ],
