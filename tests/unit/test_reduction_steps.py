@@ -8,10 +8,13 @@ import threading
 from unittest import mock
 
 import pytest
+from torch.futures import Future
 
+from torch_ucx_rpc._workers.messages import Epoch, Member
 from torch_ucx_rpc.reduction import _steps
+from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
-from torch_ucx_rpc.reduction._messages import NEVER, Opening, Report, Spec
+from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec
 from torch_ucx_rpc.reduction._office import TimedOut
 from torch_ucx_rpc.reduction._steps import Steps
 
@@ -268,6 +271,19 @@ def test_training_goes_on_from_the_latest_state_left() -> None:
     opening = ledger.openings[-1]
     assert (opening.step, opening.committed, opening.donors) == (5, 77, ("t1",))
     assert opening.recipients == ("t0", "t1", "t2")
+
+
+def test_a_report_that_comes_after_the_leave_is_answered() -> None:
+    members = tuple(Member(rank, f"t{rank}", 100 + rank) for rank in range(2))
+    decider = Decider(Epoch(1, members, members[0]), None)
+    for name in ("t0", "t1"):
+        decider.learn(name, Knowledge({"server": SPEC}, frozenset(), {}, {}))
+    waits, leaves = (Report(number, has_left=number == 2, expected=2) for number in (1, 2))
+    late: Future[object] = Future()
+    decider.update("t0", "server/model", leaves, Future())
+    decider.update("t0", "server/model", waits, late)
+    answers, _ = decider.take_mail()
+    assert any(future is late and answer is None for future, answer in answers)
 
 
 def test_parameters_that_do_not_come_in_time_are_an_error() -> None:

@@ -118,12 +118,14 @@ class Ledger:
         self._step, self._committed = max(states, default=(0, NEVER))
         self._decide()
 
-    def update(self, name: str, report: Report) -> None:
-        """Take a trainer's newer report."""
+    def update(self, name: str, report: Report) -> bool:
+        """Take a trainer's report. False: it has sent a newer one, which counts."""
         known = self._reports.get(name)
-        if known is None or known.number < report.number:
-            self._reports[name] = report
-            self._decide()
+        if known is not None and known.number >= report.number:
+            return False
+        self._reports[name] = report
+        self._decide()
+        return True
 
     def leave(self, name: str) -> None:
         """Take note that a trainer has left the server."""
