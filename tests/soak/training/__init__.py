@@ -6,7 +6,7 @@
 Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
 quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of
 each step. It fails if two trainers have different parameters in the same step, if a trainer is in no step for
-`_STALL_S`, or if a process ends without an order. Then it prints the stacks of the others.
+`_STALL_S`, or if a process ends without an order. Then it prints the stacks of the others, and what they know.
 """
 
 # mypy: allow-untyped-calls
@@ -26,6 +26,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,8 @@ from torch import nn
 
 from tests.support.labs import VirtualHost, VirtualHosts, move_to_host
 from torch_ucx_rpc import UcxRpcBackendOptions, reduction
+from torch_ucx_rpc._workers.life import life as present_life
+from torch_ucx_rpc.reduction._office import office
 
 # Calls have a longer limit, so that a hanging call shows before it fails.
 _STALL_S = 15.0
@@ -92,6 +95,7 @@ def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -
     torch.set_num_threads(1)
     stacks = (folder / f"{name}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    threading.Thread(target=tell_when_asked, args=(folder, name), daemon=True).start()
     rpc.init_rpc(
         name,
         backend=rpc.BackendType["UCX"],
@@ -110,6 +114,18 @@ def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -
         (folder / f"{name}.failure").write_text(traceback.format_exc())
         raise
     rpc.shutdown(graceful=False)
+
+
+def tell_when_asked(folder: Path, name: str) -> None:
+    """Write what this worker knows of the others, once there is a file named ``tell``."""
+    while not (folder / "tell").exists():
+        time.sleep(0.2)
+    known = [f"workers: {sorted(info.name for info in present_life().living())}"]
+    if office.is_made():
+        group = office().group
+        known += [f"epoch: {group.epoch}", "in force" if group.is_current() else group.why_not_current()]
+        known += [str(opening) for opening in office()._openings.values()]
+    (folder / f"{name}.known").write_text("\n".join(known) + "\n")
 
 
 def _joined(folder: Path, name: str, life: int) -> Path:
@@ -334,13 +350,15 @@ class Job:
                     raise Failed(f"{name} has failed at the end: {self._why(name)}")
 
     def stacks(self) -> str:
-        """The stacks of all processes that have joined RPC."""
-        files = {name: self._folder / f"{name}.stacks" for name in self._kind.workers}
-        living = [name for name, file in files.items() if file.exists() and self._processes[name].exitcode is None]
+        """What all processes that have joined RPC know of each other, and their stacks."""
+        names = [name for name in self._kind.workers if self._processes[name].exitcode is None]
+        living = [name for name in names if (self._folder / f"{name}.stacks").exists()]
+        (self._folder / "tell").touch()
         for name in living:
             self._signal(name, signal.SIGUSR1)
         time.sleep(1)
-        return "\n".join(f"{name}:\n{files[name].read_text()}" for name in living)
+        files = [(name, self._folder / f"{name}.{kind}") for name in living for kind in ("known", "stacks")]
+        return "\n".join(f"{name}:\n{file.read_text()}" for name, file in files if file.exists())
 
     def kill_all(self) -> None:
         for process in self._processes.values():
