@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -284,6 +285,17 @@ def test_a_report_that_comes_after_the_leave_is_answered() -> None:
     decider.update("t0", "server/model", waits, late)
     answers, _ = decider.take_mail()
     assert any(future is late and answer is None for future, answer in answers)
+
+
+def test_a_hook_that_begins_after_the_first_step_is_an_error() -> None:
+    opening = Opening("model", 1 << 20, 1, 1 << 20, (), ("t0", "t1"), ("t0",), ("host",), SPEC)
+    office = mock.Mock(**{"opening.return_value": opening})
+    office.name, office.changed, office.steps, office.numbers = "t1", threading.RLock(), {}, itertools.count()
+    with mock.patch.object(_steps, "office", return_value=office), mock.patch.object(_steps, "rpc_deadline"):
+        steps = Steps("server", "model", expected=2)
+        with pytest.raises(RuntimeError, match="'t1' is behind: the others have closed step 0 of 'server/model'"):
+            steps.begin(are_equal=True)
+        assert steps.standing.step == NEVER
 
 
 def test_parameters_that_do_not_come_in_time_are_an_error() -> None:

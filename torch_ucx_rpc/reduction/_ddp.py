@@ -94,7 +94,7 @@ def state(
             )
     server.check_quorum(quorum)
     made = State(server, quorum, None if model is None else ModelCopy(model, optimizer), ranks)
-    made.steps.begin(takes_state=False)
+    made.steps.begin(are_equal=True)
     return made
 
 

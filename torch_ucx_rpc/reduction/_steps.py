@@ -98,7 +98,7 @@ class Steps:
         self._office: Office = office()
         self._expected, self._quorum = expected, quorum
         self._copy, self._keeps, self._is_cut, self._sizes = copy, keeps, is_cut, list(sizes)
-        self._is_finishing = False
+        self._is_finishing = self._are_equal = False
         self._buckets: list[list[Tensor]] = []
         # Memory for the means of each bucket, which the next step uses again.
         self._results: list[list[Tensor]] = []
@@ -147,11 +147,12 @@ class Steps:
         """Whether a step has been put, but is not closed."""
         return bool(self._buckets)
 
-    def begin(self, takes_state: bool = True) -> None:
-        """Join, either with the first trainers or with the state of another one."""
-        copy = self._copy
-        if not takes_state:
-            self._copy = None
+    def begin(self, are_equal: bool = False) -> None:
+        """Join, either with the first trainers or with the state of another one.
+
+        ``are_equal`` means that the first trainers have equal parameters, and that another one cannot do without state.
+        """
+        self._are_equal = are_equal
         try:
             self._go_on(rpc_deadline(), until_closed=False)
         except TimedOut:
@@ -165,7 +166,7 @@ class Steps:
             self.leave()
             raise
         finally:
-            self._copy = copy
+            self._are_equal = False
 
     def leave(self, is_told: bool = True) -> None:
         """Leave. If the report does not reach the others, they notice the end of this trainer."""
@@ -345,22 +346,27 @@ class Steps:
         step = self.standing.step
         if self._copy is None and not self._keeps:
             self.leave()
-            raise RuntimeError(
-                f"trainer {self._office.name!r} is behind: the others have closed step {step} of {self.key!r} without "
-                f"it, so its copy of the parameters is not theirs. reduction.DataParallel and "
-                f"reduction.state(..., model=model) take the state of another trainer; by hand, take it and push again"
-            )
+            raise RuntimeError(self._behind(step))
         _logger.info("%s is behind in step %d of %s", self._office.name, step, self.key)
         with self._office.changed:
             self._is_begun = False
             self.standing.lose(is_late=not self._keeps)
         self._say()
 
+    def _behind(self, step: int) -> str:
+        return (
+            f"trainer {self._office.name!r} is behind: the others have closed step {step} of {self.key!r} without "
+            f"it, so its copy of the parameters is not theirs. reduction.DataParallel and "
+            f"reduction.state(..., model=model) take the state of another trainer; by hand, take it and push again"
+        )
+
     def _take_state(self, opening: Opening, deadline: float | None) -> None:
         """Load the state of a donor. A model that is equal everywhere needs none."""
         is_first = self._office.name in opening.donors
         step, committed = opening.step, opening.committed
-        if not is_first and self._copy is not None:
+        if self._are_equal and step and not is_first and self._copy is None:
+            raise RuntimeError(self._behind(step - 1))
+        if not is_first and self._copy is not None and (step or not self._are_equal):
             found = None
             for donor in opening.donors:
                 if (found := self._ask_for_state(donor, opening, deadline)) is not None:
