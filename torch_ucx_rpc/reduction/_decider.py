@@ -120,8 +120,9 @@ class Decider:
 
     def update(self, name: str, key: str, report: Report, future: Future[Any]) -> None:
         """Take a trainer's report. A trainer that waits is answered with the next opening, or a refusal."""
+        if (waiting := self._waiting.pop((key, name), None)) is not None:
+            self._answers.append((waiting, None))
         if self._server(server_of(key)) is None:
-            self._stop_waiting(key, name)
             self._answers.append((future, None))
             return
         ledger = self._ledger(key, report)
@@ -132,19 +133,12 @@ class Decider:
             )
             self._answers.append((future, reason))
             return
-        if not ledger.update(name, report):
-            # A newer one has overtaken it.
-            self._answers.append((future, None))
-            return
-        self._stop_waiting(key, name)
-        if report.is_ready or (report.step == NEVER and not report.has_left):
+        # An overtaken report gets no opening: the trainer may have left since.
+        is_newest = ledger.update(name, report)
+        if is_newest and (report.is_ready or (report.step == NEVER and not report.has_left)):
             self._waiting[key, name] = future
         else:
             self._answers.append((future, None))
-
-    def _stop_waiting(self, key: str, name: str) -> None:
-        if (waiting := self._waiting.pop((key, name), None)) is not None:
-            self._answers.append((waiting, None))
 
     def refuse(self, _: str, key: str, generation: int, name: str, reason: str, future: Future[Any]) -> None:
         """Take note that a host cannot make a step."""

@@ -364,9 +364,10 @@ class Steps:
         """Load the state of a donor. A model that is equal everywhere needs none."""
         is_first = self._office.name in opening.donors
         step, committed = opening.step, opening.committed
-        if self._are_equal and step and not is_first and self._copy is None:
+        has_state = is_first or (self._are_equal and step == 0)
+        if self._copy is None and self._are_equal and not has_state:
             raise RuntimeError(self._behind(step - 1))
-        if not is_first and self._copy is not None and (step or not self._are_equal):
+        if self._copy is not None and not has_state:
             found = None
             for donor in opening.donors:
                 if (found := self._ask_for_state(donor, opening, deadline)) is not None:
