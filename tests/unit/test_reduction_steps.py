@@ -287,6 +287,17 @@ def test_a_report_that_comes_after_the_leave_is_answered() -> None:
     assert any(future is late and answer is None for future, answer in answers)
 
 
+def test_a_refusal_counts_for_one_push() -> None:
+    standing = Standing()
+    standing.begin(0, 7)
+    refused = Opening("m", 8, 0, 7, ("t0", "t1"), ("t0", "t1"), ("t0",), ("host",), SPEC, ("t1", "its shape differs"))
+    assert standing.judge(refused, "t1") is Next.REFUSED
+    # The trainer gives this push up, and pushes again before the decider's next opening has come.
+    standing.void = refused.generation
+    assert standing.judge(refused, "t1") is Next.WAIT
+    assert standing.judge(refused._replace(generation=9, refusal=None), "t1") is Next.PUT
+
+
 def test_a_hook_that_begins_after_the_first_step_is_an_error() -> None:
     opening = Opening("model", 1 << 20, 1, 1 << 20, (), ("t0", "t1"), ("t0",), ("host",), SPEC)
     office = mock.Mock(**{"opening.return_value": opening})

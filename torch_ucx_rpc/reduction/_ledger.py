@@ -59,9 +59,10 @@ class Standing:
             return Next.CLOSE
         if (opening.step, opening.committed) != (self.step, self.committed):
             return Next.FALL_BEHIND
-        if opening.refusal is not None and opening.refusal[0] in ("", me):
+        is_over = opening.generation in (self.void, self.prepared)
+        if opening.refusal is not None and opening.refusal[0] in ("", me) and not is_over:
             return Next.REFUSED
-        if not (is_in and opening.contributors) or opening.generation in (self.void, self.prepared):
+        if is_over or not (is_in and opening.contributors):
             return Next.NO_HOST if is_in and not opening.hosts and opening.spec.hosts else Next.WAIT
         return Next.PUT if opening.hosts else Next.NO_HOST
 
