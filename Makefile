@@ -135,6 +135,7 @@ nightly: build ## The checks that take too long for CI: test-field, schedules, s
 	SCHEDULES=3 make --no-print-directory test-light-cpp || status=1; \
 	tools/sanitize.sh || status=1; \
 	tools/soak.sh --minutes 10 || status=1; \
+	tools/soak.sh --resuming --minutes 10 || status=1; \
 	tools/soak.sh --training --minutes 10 || status=1; \
 	tools/fuzz.sh --seconds 600 || status=1; \
 	$(PY) tools/gpu_check.py rehearse || status=1; \

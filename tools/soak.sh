@@ -6,8 +6,9 @@
 #   sudo tools/soak.sh --minutes 30 --seed 7       without a seed, a new one, which is printed
 #   tools/soak.sh --training --minutes 10          trainers of one model; needs no root
 #   sudo tools/soak.sh --training --cuts           trainers on virtual hosts, which are cut off at times
+#   sudo tools/soak.sh --resuming --minutes 10     cuts, resets and dying proxies at default limits: no call is lost
 #
-# The report is build/soak/report.md.
+# The report is build/soak/report.md, or build/soak/resuming/report.md.
 . "$(dirname "$0")/environment.sh"
 
 programs=(soak soak.serving)
@@ -15,6 +16,8 @@ arguments=()
 for argument in "$@"; do
   if [ "$argument" = --training ]; then
     programs=(soak.training)
+  elif [ "$argument" = --resuming ]; then
+    programs=(soak.resuming)
   else
     arguments+=("$argument")
   fi
@@ -25,6 +28,7 @@ status=0
 for program in "${programs[@]}"; do
   report=()
   [ "$program" != soak ] || report=(--report build/soak)
+  [ "$program" != soak.resuming ] || report=(--report build/soak/resuming)
   python -m "tests.$program" "${arguments[@]}" "${report[@]}" || status=1
 done
 exit "$status"

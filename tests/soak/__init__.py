@@ -3,7 +3,8 @@
 ``tools/soak.sh --minutes 30`` runs it; as root, since it makes hosts. The report is in ``build/soak``. A run with
 findings ends with an error.
 
-* ``__main__``     from the arguments to the report
+* ``__main__``     the arguments
+* ``_run``         from the start of the workers to the report
 * ``_crew``        the workers as processes: started, killed, ordered, measured
 * ``_chaos``       the misfortunes of workers and hosts, and their times
 * ``_worker``      the life of each worker, from joining to leaving
@@ -16,6 +17,9 @@ findings ends with an error.
 * ``_report``      the results in words and numbers
 
 ``serving`` runs after it: servers that wait in ``rpc.shutdown()`` while others die.
+
+``tools/soak.sh --resuming`` loses nobody: ``resuming`` has its misfortunes, cuts and the like that are short enough,
+and ``_proxy`` a proxy that dies.
 
 ``tools/soak.sh --training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
 """

@@ -62,6 +62,9 @@ class Chaos:
         self._crew.watch(self._choice.uniform(0.5, 3))
         self._bag.pop()()
 
+    def close(self) -> None:
+        """Each misfortune is repaired at once."""
+
     def _kill(self) -> None:
         rank = self._any_mortal()
         self._end(rank)

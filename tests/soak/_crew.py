@@ -22,7 +22,7 @@ from typing import Any
 from tests.support.labs import VirtualHosts, move_to_host
 from tests.support.workers import Steps, Transport, Worker, dump_stacks, kill, process_context, worker_name
 
-from ._worker import OPTIONS, Life, hangs, live
+from ._worker import Life, hangs
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 _LOOK_EVERY_S = 0.05
@@ -109,12 +109,24 @@ class Member:
 class Crew:
     """All present and earlier workers of a run, on the hosts in turn, with a Store beside them."""
 
-    def __init__(self, hosts: VirtualHosts, size: int, seed: int, directory: Path) -> None:
+    def __init__(
+        self,
+        hosts: VirtualHosts,
+        size: int,
+        seed: int,
+        directory: Path,
+        options: dict[str, Any],
+        is_fixed: bool,
+        body: Callable[[int, Life], dict[str, int]],
+    ) -> None:
         self.hosts = hosts
         self.directory = directory
         self.steps = Steps(directory)
         self._size = size
         self._seed = seed
+        self._options = options
+        self._is_fixed = is_fixed
+        self._body = body
         self._due = 0.0
         self.current: dict[int, Member] = {}
         self.past: list[Member] = []
@@ -136,7 +148,7 @@ class Crew:
             world_size=self._size,
             backend="UCX",
             transport=Transport.SHARED_MEMORY,
-            options=OPTIONS,
+            options=self._options,
             host_pids=tuple(host.pid for host in self.hosts),
             # torch takes it for torchrun's Store: it outlives all workers.
             env={
@@ -167,11 +179,11 @@ class Crew:
     def start(self, rank: int) -> None:
         """Start a worker, or its next life, on its host."""
         generation = sum(member.life.rank == rank for member in self.past)
-        life = Life(rank, generation, self._size, self._seed, self.directory)
+        life = Life(rank, generation, self._size, self._seed, self.directory, self._is_fixed)
         # Each worker has a folder, since processes of several hosts share pids.
         folder = self.directory / f"life {life}"
         folder.mkdir()
-        worker = dataclasses.replace(self._worker, directory=folder, call=pickle.dumps((live, (life,))))
+        worker = dataclasses.replace(self._worker, directory=folder, call=pickle.dumps((self._body, (life,))))
         self.current[rank] = Member(worker, life)
 
     def kill(self, rank: int, on_end: Callable[[float], None]) -> None:

@@ -69,6 +69,7 @@ class Report:
             often the machine itself stood still for seconds.
         reasons: the explanations of failed calls, and their numbers.
         findings: the events that must not happen.
+        notes: further results, lines of Markdown.
     """
 
     minutes: float
@@ -81,6 +82,7 @@ class Report:
     reasons: dict[str, int]
     memory: list[Memory]
     findings: list[Finding]
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def write(self, directory: Path) -> Path:
         """Write ``report.json`` and ``report.md``; return the latter."""
@@ -98,9 +100,10 @@ class Report:
             f"{self.workers} workers on {self.hosts} hosts; {answered:,} executions answered, {self.gibibytes:.1f} GiB "
             f"of tensors.",
             "",
-            *_table(("misfortune", "times"), [(what, f"{count:,}") for what, count in self.misfortunes.items()]),
+            *self.notes,
+            *table(("misfortune", "times"), [(what, f"{count:,}") for what, count in self.misfortunes.items()]),
             "",
-            *_table(
+            *table(
                 ("calls", "begun", "answered", "failed", "p50, ms", "p99, ms"),
                 [
                     (k.kind, f"{k.begun:,}", f"{k.answered:,}", f"{k.failed:,}", f"{k.p50_ms:.1f}", f"{k.p99_ms:.0f}")
@@ -108,9 +111,9 @@ class Report:
                 ],
             ),
             "",
-            *_table(("failed because", "calls"), [(why, f"{count:,}") for why, count in self.reasons.items()]),
+            *table(("failed because", "calls"), [(why, f"{count:,}") for why, count in self.reasons.items()]),
             "",
-            *_table(
+            *table(
                 ("resident memory, MiB", "at first", "at last", "slope a minute", "its noise", "grown", "tolerated"),
                 [
                     (
@@ -135,7 +138,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
 
 

@@ -68,6 +68,7 @@ class Life:
     world_size: int
     seed: int
     directory: Path
+    is_fixed: bool
 
     def __str__(self) -> str:
         return f"{self.rank}.{self.generation}"
@@ -93,7 +94,7 @@ def live(rank: int, life: Life) -> dict[str, int]:
 
     files, threads = _open_files(), _threads()
     for membership in itertools.count():
-        _join(journal, rank)
+        _join(journal, rank, life.world_size if life.is_fixed else None)
         who = f"{life} {membership}"
         steps.done(f"joined {who}")
         _work.offer_names(journal, who)
@@ -139,13 +140,13 @@ def live(rank: int, life: Life) -> dict[str, int]:
     return left
 
 
-def _join(journal: Journal, rank: int) -> None:
+def _join(journal: Journal, rank: int, world_size: int | None) -> None:
     deadline = time.monotonic() + _JOINING_S
     journal.note("joining", name=worker_name(rank), pid=os.getpid(), host=socket.gethostname())
     while True:
         began = time.monotonic()
         try:
-            init_rpc(rank, world_size=None)
+            init_rpc(rank, world_size=world_size)
             break
         except RuntimeError as error:
             # The Store or another worker is out of reach just now.

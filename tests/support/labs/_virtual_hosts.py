@@ -152,6 +152,15 @@ class VirtualHost:
         """Plug the cable in again."""
         self._switch._on_network(f"ip link set {self._port} up")
 
+    def link_down(self) -> None:
+        """Take its own network device down: its programs cannot send, and get errors."""
+        self._on_network("ip link set eth0 down")
+
+    def link_up(self) -> None:
+        """Undo `link_down`, which has also removed a route."""
+        self._on_network("ip link set eth0 up")
+        self._on_network("ip route add default dev eth0")
+
     def reset_connections(self) -> None:
         """End the TCP connections of its programs to the other hosts, without those to ``head``, by resets."""
         others = f"dst {_NETWORK}.0/24 and not dst {_NETWORK}.254 and not dst {self.address}"
