@@ -261,18 +261,14 @@ class LoopbackTransport final : public Transport {
     }
     auto handle = std::make_unique<std::shared_ptr<LoopbackNetwork::Rendezvous>>(delivery.rendezvous);
     handles_.insert(handle.get());
-    announced_ = handle.release();
-    const auto* const announced = announced_;
+    auto* const announced = handle.release();
     try {
-      listener_->onRendezvous(header, announced_, delivery.rendezvous->bytes.size());
+      listener_->onRendezvous(header, announced, delivery.rendezvous->bytes.size());
     } catch (const std::exception&) {
-      if (announced_ == announced) { // the listener may have kept the handle: it is void from now on
-        const std::lock_guard lock(network_->mutex_);
-        completeLocked(*delivery.rendezvous, {ErrorCode::kOutOfMemory, "loopback: the receiver had no memory"});
-        announced_->reset();
-      }
+      const std::lock_guard lock(network_->mutex_);
+      completeLocked(*delivery.rendezvous, {ErrorCode::kOutOfMemory, "loopback: the receiver had no memory"});
+      announced->reset(); // the listener may have kept the handle: it is void from now on
     }
-    announced_ = nullptr;
   }
 
   void signal() const {
@@ -282,7 +278,6 @@ class LoopbackTransport final : public Transport {
 
   std::shared_ptr<LoopbackNetwork::Rendezvous> takeHandle(void* handle) {
     handles_.erase(handle);
-    announced_ = announced_ == handle ? nullptr : announced_;
     const std::unique_ptr<std::shared_ptr<LoopbackNetwork::Rendezvous>> owner(
         static_cast<std::shared_ptr<LoopbackNetwork::Rendezvous>*>(handle));
     return *owner;
@@ -327,7 +322,6 @@ class LoopbackTransport final : public Transport {
   std::unordered_map<uint64_t, Operation> operations_;
   std::deque<std::pair<EndpointId, std::string>> failing_; // the listener has not heard; and how they have failed
   std::unordered_set<void*> handles_;
-  std::shared_ptr<LoopbackNetwork::Rendezvous>* announced_ = nullptr; // the listener is being told of it
 
   // Guarded by the network's mutex: written by peers.
   std::deque<LoopbackNetwork::Delivery> arrived_;

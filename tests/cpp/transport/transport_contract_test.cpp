@@ -167,24 +167,6 @@ TEST_P(TransportContractTest, AHandleThatWasStoredBeforeTheListenerThrewIsVoid) 
   EXPECT_EQ(a.transport->operationsInFlight() + b.transport->operationsInFlight(), 0u);
 }
 
-TEST_P(TransportContractTest, AListenerMayThrowAfterItHasReleased) {
-  Outcome sent;
-  TestEndpoint& a = testEndpoint("a");
-  TestEndpoint& b = testEndpoint("b");
-  const EndpointId toB = a.connect(b);
-  const Bytes bytes = pattern(100 * kKiB, 1);
-  const wire::Header frame = header(1);
-  b.afterwards = [&b] {
-    b.transport->release(b.take().rendezvous);
-    throw std::bad_alloc();
-  };
-  a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sent.callback());
-  ASSERT_TRUE(progressUntil([&] { return sent.isDone(); }));
-  EXPECT_TRUE(b.arrivals.empty());
-  b.afterwards = {};
-  b.transport->close(0);
-}
-
 TEST_P(TransportContractTest, ThrowingCompletionLeavesProgressAndTheOthersStillRun) {
   constexpr size_t kSends = 3;
   Outcome sent[kSends];

@@ -69,7 +69,7 @@ class TransportListener {
   virtual void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) = 0;
 
   // A rendezvous was announced. The header is valid during the call only. Hand `rendezvous` to receive() or release(),
-  // exactly once: to release() at any time, to receive() after this call.
+  // exactly once, after this call.
   virtual void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) = 0;
 
   // The endpoint is dead, told once: its operations complete with errors, now or in a later progress(), and so will new

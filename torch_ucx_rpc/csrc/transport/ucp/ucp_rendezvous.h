@@ -20,13 +20,8 @@ struct UcpRendezvous {
 // The rendezvous of one UCX worker that listeners have neither received nor released. The worker lock guards them.
 class UcpRendezvousList {
  public:
-  // Opens the announcement of a message, in UCX's callback. Returns null if memory runs out.
-  UcpRendezvous* announce(void* descriptor) noexcept;
-  // Takes the announced message back, which the listener failed to store. False if it has been taken or released since.
-  bool withdraw(UcpRendezvous* rendezvous) noexcept;
-  // Ends the announcement. Returns what the callback tells UCX: whether its descriptor is kept here.
-  ucs_status_t endAnnouncement() noexcept;
-
+  // Adds a message, in UCX's callback. Returns null if memory runs out.
+  UcpRendezvous* add(void* descriptor) noexcept;
   // Takes out one that is to be received. The caller owns its descriptor, which is null if UCX has it back.
   std::unique_ptr<UcpRendezvous> take(void* handle) noexcept;
   // Gives up a rendezvous that will not be received.
@@ -38,8 +33,6 @@ class UcpRendezvousList {
 
  private:
   IntrusiveList<UcpRendezvous> all_;
-  UcpRendezvous* announced_ = nullptr; // the one that the listener is being told of, until it takes or releases it
-  bool isAnnouncedReleased_ = false;
 };
 
 } // namespace torch_ucx_rpc

@@ -307,19 +307,18 @@ ucs_status_t UcpTransport::onMessage(
 }
 
 ucs_status_t UcpTransport::onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
-  UcpRendezvous* const rendezvous = rendezvous_.announce(descriptor);
+  UcpRendezvous* const rendezvous = rendezvous_.add(descriptor);
   if (rendezvous == nullptr) {
     return UCS_ERR_NO_MEMORY; // UCX takes its descriptor back, and the sender's operation ends with this status
   }
   try {
     listener_->onRendezvous(header, rendezvous, bytes);
+    return UCS_INPROGRESS; // the descriptor is kept here
   } catch (...) {
     noteLoss();
-    if (rendezvous_.withdraw(rendezvous)) {
-      return UCS_ERR_NO_MEMORY;
-    }
+    rendezvous->descriptor = nullptr; // UCX takes it back, and the listener may have kept the handle
+    return UCS_ERR_NO_MEMORY;
   }
-  return rendezvous_.endAnnouncement();
 }
 
 void UcpTransport::noteLoss() noexcept {
