@@ -225,16 +225,6 @@ void UcpEndpoints::force(bool areOverTcp) {
   }
 }
 
-void UcpEndpoints::forceAllButTcp() {
-  force(false);
-}
-
-void UcpEndpoints::forceTcp(bool hasOperations) {
-  if (hasOperations) { // else there is nothing to cancel
-    force(true);
-  }
-}
-
 bool UcpEndpoints::isForcing(bool hasOperations) const {
   return !closing_.empty() || (hasOperations && draining_.empty()) ||
       std::any_of(draining_.begin(), draining_.end(), [](const auto& item) { return item.first->handle == nullptr; });

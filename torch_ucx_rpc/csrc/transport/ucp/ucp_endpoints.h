@@ -76,10 +76,9 @@ class UcpEndpoints {
   bool isDraining() const {
     return !draining_.empty();
   }
-  // Forces endpoints that could not be drained: first those that need not be (see closeWhenDrained()), then those over
-  // TCP, if this worker has operations that only that ends.
-  void forceAllButTcp();
-  void forceTcp(bool hasOperations);
+  // Forces endpoints that could not be drained: those over TCP, or all others, which need not be (see
+  // closeWhenDrained()).
+  void force(bool areOverTcp);
   // Whether the forced endpoints need more progress.
   bool isForcing(bool hasOperations) const;
   // Frees the requests that UCX has left behind, right before the worker is destroyed.
@@ -93,7 +92,6 @@ class UcpEndpoints {
   void closeHandle(UcpEndpoint& endpoint);
   void closeReported();
   void closeDrained();
-  void force(bool areOverTcp);
 
   UcxLog& log_;
   ucp_worker_h worker_ = nullptr;

@@ -367,7 +367,7 @@ void UcpTransport::close(int64_t limitMs) {
 
   // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no
   // peer; the bound is for requests that UCX leaves behind.
-  endpoints_.forceAllButTcp();
+  endpoints_.force(/*areOverTcp=*/false);
   const auto isForcing = [this] { return endpoints_.isForcing(operations_.inFlight() != 0); };
   const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
   while (isForcing() && Clock::now() < forcedDeadline) {
@@ -376,7 +376,9 @@ void UcpTransport::close(int64_t limitMs) {
   // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection
   // might close at once (see UcpEndpoints::closeWhenDrained()). Without any, ucp_worker_destroy() would free some of
   // UCX's own memory twice (1.22).
-  endpoints_.forceTcp(operations_.inFlight() != 0);
+  if (operations_.inFlight() != 0) { // else there is nothing to cancel
+    endpoints_.force(/*areOverTcp=*/true);
+  }
   for (int turns = 0; turns < kTurnsToCancel && isForcing(); ++turns) {
     turn();
   }
