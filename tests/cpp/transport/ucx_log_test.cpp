@@ -160,7 +160,7 @@ TEST(UcxLogTest, WarningsOfRequestsThatAreLeftBehindAreDropped) {
     say(UCS_LOG_LEVEL_ERROR, "an error");
   };
   const std::string leaving = printedBy([&] {
-    const UcxLog::Leaving guard(log);
+    const UcxLog::Working guard(log, /*isLeaving=*/true);
     sayBoth();
   });
   EXPECT_EQ(leaving.find("a request"), std::string::npos);

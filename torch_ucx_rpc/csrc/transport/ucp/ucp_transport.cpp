@@ -385,12 +385,11 @@ void UcpTransport::close(int64_t limitMs) {
   endpoints_.dropFlushes();
   log_.explain(); // this side has given everything up
   working.reset(); // other trouble with the end of a worker is not ordinary
-  std::optional<UcxLog::Leaving> leaving;
   if (operations_.inFlight() != 0) {
-    leaving.emplace(log_);
+    working.emplace(log_, /*isLeaving=*/true);
   }
   destroy(); // runs callbacks: operations must exist until here
-  leaving.reset();
+  working.reset();
   operations_.cancelAll();
   tellAll();
   rendezvous_.clear();

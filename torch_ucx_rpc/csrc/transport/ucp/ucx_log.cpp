@@ -29,18 +29,12 @@ UcxLog::UcxLog() {
   }();
 }
 
-UcxLog::Working::Working(UcxLog& log) : before_(std::exchange(current, &log)) {}
+UcxLog::Working::Working(UcxLog& log, bool isLeaving)
+    : log_(log), before_(std::exchange(current, &log)), wasLeaving_(std::exchange(log.isLeaving_, isLeaving)) {}
 
 UcxLog::Working::~Working() {
+  log_.isLeaving_ = wasLeaving_;
   current = before_;
-}
-
-UcxLog::Leaving::Leaving(UcxLog& log) : log_(log), working_(log) {
-  log_.isLeaving_ = true;
-}
-
-UcxLog::Leaving::~Leaving() {
-  log_.isLeaving_ = false;
 }
 
 ucs_log_func_rc_t UcxLog::onLine(

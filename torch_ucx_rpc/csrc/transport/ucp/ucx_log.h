@@ -29,30 +29,19 @@ class UcxLog {
   UcxLog(const UcxLog&) = delete;
   UcxLog& operator=(const UcxLog&) = delete;
 
-  // While it lives, UCX works for this transport on this thread.
+  // While it lives, UCX works for this transport on this thread. With `isLeaving` it destroys the transport's worker,
+  // and warnings of requests that were left behind are dropped.
   class Working {
    public:
-    explicit Working(UcxLog& log);
+    explicit Working(UcxLog& log, bool isLeaving = false);
     ~Working();
     Working(const Working&) = delete;
     Working& operator=(const Working&) = delete;
 
    private:
-    UcxLog* const before_;
-  };
-
-  // While it lives, UCX destroys the worker of this transport on this thread, and warnings of requests that were left
-  // behind are dropped.
-  class Leaving {
-   public:
-    explicit Leaving(UcxLog& log);
-    ~Leaving();
-    Leaving(const Leaving&) = delete;
-    Leaving& operator=(const Leaving&) = delete;
-
-   private:
     UcxLog& log_;
-    const Working working_;
+    UcxLog* const before_;
+    const bool wasLeaving_;
   };
 
   // The transport reports a failure, or gives an endpoint up: the lines so far, and those of the next second, are not
