@@ -28,7 +28,7 @@ TEST(ProcTest, MissingFileGivesNothingAndSetsErrno) {
   EXPECT_EQ(readProcStat("/proc/self/task/1000000000"), std::nullopt);
 }
 
-TEST(ProcTest, AThreadThatReadsFromAPipeSleepsInASystemCall) {
+TEST(ProcTest, AThreadThatReadsFromAPipeIsInASystemCall) {
   int pipes[2];
   ASSERT_EQ(pipe(pipes), 0);
   std::atomic<pid_t> id{0};
@@ -37,14 +37,14 @@ TEST(ProcTest, AThreadThatReadsFromAPipeSleepsInASystemCall) {
     char byte = 0;
     EXPECT_EQ(read(pipes[0], &byte, 1), 1);
   });
-  EXPECT_TRUE(eventually([&] { return id.load() != 0 && sleepOf(directoryOf(id.load())) == Sleep::kSystemCall; }));
+  EXPECT_TRUE(eventually([&] { return id.load() != 0 && isInSystemCall(directoryOf(id.load())); }));
   EXPECT_EQ(write(pipes[1], "x", 1), 1);
   reader.join();
   close(pipes[0]);
   close(pipes[1]);
 }
 
-TEST(ProcTest, AThreadThatRunsDoesNotSleep) {
+TEST(ProcTest, AThreadThatRunsIsInNoSystemCall) {
   std::atomic<pid_t> id{0};
   std::atomic<bool> isOver{false};
   std::thread runner([&] {
@@ -53,13 +53,13 @@ TEST(ProcTest, AThreadThatRunsDoesNotSleep) {
     }
   });
   EXPECT_TRUE(eventually([&] { return id.load() != 0; }));
-  EXPECT_EQ(sleepOf(directoryOf(id.load())), Sleep::kElsewhere);
+  EXPECT_FALSE(isInSystemCall(directoryOf(id.load())));
   isOver.store(true);
   runner.join();
 }
 
 // Asleep, in state S, and in the middle of writing to memory.
-TEST(ProcTest, AThreadInAPageFaultSleepsElsewhere) {
+TEST(ProcTest, AThreadInAPageFaultIsInNoSystemCall) {
   const int faults = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC));
   if (faults < 0) {
     GTEST_SKIP() << "userfaultfd needs CAP_SYS_PTRACE here";
@@ -84,7 +84,7 @@ TEST(ProcTest, AThreadInAPageFaultSleepsElsewhere) {
     const auto stat = id.load() != 0 ? readProcStat(directoryOf(id.load())) : std::nullopt;
     return stat && stat->state == 'S';
   }));
-  EXPECT_EQ(sleepOf(directoryOf(id.load())), Sleep::kElsewhere);
+  EXPECT_FALSE(isInSystemCall(directoryOf(id.load())));
   uffdio_zeropage filled{};
   filled.range = watched.range;
   EXPECT_EQ(ioctl(faults, UFFDIO_ZEROPAGE, &filled), 0);

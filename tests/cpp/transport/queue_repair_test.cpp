@@ -56,7 +56,7 @@ class Bystander {
       kill(pid_, SIGSTOP);
       ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
       ASSERT_TRUE(WIFSTOPPED(status));
-    } while (sleepOf(thread) != Sleep::kElsewhere);
+    } while (isInSystemCall(thread));
   }
   void goOn() const {
     kill(pid_, SIGCONT);

@@ -76,26 +76,19 @@ std::optional<ProcStat> readProcStat(const std::string& directory) {
   return stat;
 }
 
-Sleep sleepOf(const std::string& directory) {
+bool isInSystemCall(const std::string& directory) {
   // "NUMBER ARGUMENTS... SP PC" in a system call, "-1 SP PC" asleep elsewhere, or "running".
   if (const std::optional<std::string> call = readProcFile(directory + "/syscall")) {
     char* end = nullptr;
     const long number = std::strtol(call->c_str(), &end, 10);
-    return end != call->c_str() && number >= 0 && number != SYS_ioctl ? Sleep::kSystemCall : Sleep::kElsewhere;
+    return end != call->c_str() && number >= 0 && number != SYS_ioctl;
   }
   // Reading `syscall` takes the right to trace the thread, which Yama denies to siblings on many systems. Reading the
-  // name of the kernel function in which it waits takes only the right to read.
-  const std::optional<std::string> function = readProcFile(directory + "/wchan");
+  // name of the kernel function in which it waits takes only the right to read. It is "0" if hidden.
+  const std::string function = readProcFile(directory + "/wchan").value_or("");
   const std::optional<ProcStat> stat = readProcStat(directory);
-  if (!function || !stat) {
-    return Sleep::kUnknown;
-  }
-  const bool isWait = std::any_of(
-      kWaits.begin(), kWaits.end(), [&](std::string_view name) { return function->find(name) != std::string::npos; });
-  if (stat->state == 'S' && isWait) {
-    return Sleep::kSystemCall;
-  }
-  return *function == "0" && stat->state == 'S' ? Sleep::kUnknown : Sleep::kElsewhere; // "0": hidden, or not asleep
+  return stat && stat->state == 'S' &&
+      std::ranges::any_of(kWaits, [&](std::string_view name) { return function.find(name) != std::string::npos; });
 }
 
 } // namespace torch_ucx_rpc

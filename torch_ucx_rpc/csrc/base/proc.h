@@ -22,14 +22,10 @@ std::optional<ProcStat> readProcStat(const std::string& directory);
 // The text of a file under /proc. Nothing if it cannot be read; errno says why.
 std::optional<std::string> readProcFile(const std::string& path);
 
-// Where a thread sleeps.
-enum class Sleep : uint8_t {
-  kSystemCall, // in a system call that waits, so it is not in the middle of writing to memory of its own accord
-  kElsewhere, // it does not sleep, or the kernel took it out of its own code: a page fault, a frozen cgroup, a stop
-  kUnknown, // this process may not know
-};
-// Takes the folder "/proc/PID/task/TID". Calls of device drivers (ioctl) count as kElsewhere, because a copy from a
-// device is made of them.
-Sleep sleepOf(const std::string& directory);
+// Whether a thread is known to be in a system call that waits, so that it is not in the middle of writing to memory of
+// its own accord. Elsewhere the kernel may have taken it out of its own code: a page fault, a frozen cgroup, a stop.
+// Takes the folder "/proc/PID/task/TID". Calls of device drivers (ioctl) do not count, because a copy from a device is
+// made of them.
+bool isInSystemCall(const std::string& directory);
 
 } // namespace torch_ucx_rpc

@@ -40,7 +40,7 @@ bool hasEnded(const std::optional<ProcStat>& thread) {
 
 // True if the thread cannot be in the middle of writing a slot.
 bool isElsewhere(const std::string& thread) {
-  return hasEnded(readProcStat(thread)) || sleepOf(thread) == Sleep::kSystemCall;
+  return hasEnded(readProcStat(thread)) || isInSystemCall(thread);
 }
 
 } // namespace
