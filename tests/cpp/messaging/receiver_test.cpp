@@ -304,8 +304,8 @@ TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
   EXPECT_EQ(
       events_.take(),
       (Notes{
-          "answer rejected: " + peer_.describe() + " is gone 2",
-          "request rejected: " + peer_.describe() + " is gone 1"}));
+          "request rejected: " + peer_.describe() + " is gone 1",
+          "answer rejected: " + peer_.describe() + " is gone 2"}));
   EXPECT_EQ(window_->inUseBytes(), 0u) << "the transport may take its time";
   EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
   startDeferred();

@@ -198,10 +198,10 @@ bool Receiver::beginIfFree(Entry receiving) {
       return false;
     }
   } catch (const std::bad_alloc&) {
-    reject(receiving, outOfMemoryFor(receiving->bytes + receiving->deviceBytes));
+    giveUp(receiving, outOfMemoryFor(receiving->bytes + receiving->deviceBytes));
     return true;
   } catch (const std::exception& failure) {
-    reject(receiving, deviceFailed(failure));
+    giveUp(receiving, deviceFailed(failure));
     return true;
   }
   const IncomingMessage& message = receiving->message;
@@ -226,13 +226,6 @@ bool Receiver::beginIfFree(Entry receiving) {
   return true;
 }
 
-void Receiver::reject(Entry receiving, Error error) {
-  release(receiving->assembled);
-  IncomingMessage& message = receiving->message;
-  events_.addRejection(*message.from, message.header, std::move(error), std::move(message.admission));
-  forget(receiving);
-}
-
 void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into) {
   receiving.parts.push_back(
       {static_cast<Announcement*>(piece.rendezvous),
@@ -248,15 +241,10 @@ void Receiver::receiveNextParts(Connection& connection) {
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
   // The rest of a failed or abandoned message need not travel.
-  const auto giveUpIfOver = [this](Entry receiving) {
-    const bool isOver = receiving->error || isAbandoned(*receiving->message.from, receiving->message.header);
-    if (isOver) {
-      giveUpRest(receiving, callGivenUp());
-    }
-    return isOver;
-  };
-  std::erase_if(source.waiting, giveUpIfOver);
-  std::erase_if(source.stalled, giveUpIfOver);
+  static const Error givenUp = callGivenUp(); // not made anew in each round
+  giveUpWhere(connection, givenUp, [this](const Receiving& receiving) {
+    return receiving.error || isAbandoned(*receiving.message.from, receiving.message.header);
+  });
   while (!source.waiting.empty()) {
     const auto next = source.next();
     const Entry receiving = *next;
@@ -346,29 +334,27 @@ void Receiver::putBack(Connection& connection, Entry receiving, Part part) {
 }
 
 void Receiver::cancel(Connection& from, uint64_t callId) {
-  const auto isCanceled = [&](Entry receiving) {
-    const wire::Header& header = receiving->message.header;
+  giveUpWhere(from, callGivenUp(), [callId](const Receiving& receiving) {
+    const wire::Header& header = receiving.message.header;
     return header.kind == wire::Kind::kRequest && header.callId == callId;
-  };
-  std::erase_if(from.incoming.starting, [&](Entry receiving) {
-    const bool isHere = isCanceled(receiving);
-    if (isHere) {
-      reject(receiving, callGivenUp());
-    }
-    return isHere;
   });
-  for (std::vector<Entry>* entries : {&from.incoming.waiting, &from.incoming.stalled}) {
+}
+
+template <typename IsOver>
+void Receiver::giveUpWhere(Connection& connection, const Error& why, const IsOver& isOver) {
+  Connection::Incoming& incoming = connection.incoming;
+  for (std::vector<Entry>* entries : {&incoming.starting, &incoming.waiting, &incoming.stalled}) {
     std::erase_if(*entries, [&](Entry receiving) {
-      const bool isHere = isCanceled(receiving);
+      const bool isHere = isOver(*receiving);
       if (isHere) {
-        giveUpRest(receiving, callGivenUp());
+        giveUp(receiving, why);
       }
       return isHere;
     });
   }
 }
 
-void Receiver::giveUpRest(Entry receiving, const Error& why) {
+void Receiver::giveUp(Entry receiving, const Error& why) {
   if (!receiving->error) {
     receiving->error = why;
   }
@@ -383,7 +369,7 @@ void Receiver::finishIfDone(Entry receiving) {
     return;
   }
   if (receiving->isDropped || receiving->error) {
-    release(receiving->assembled); // in stage kBody it still has the pieces of the spans
+    release(receiving->assembled); // it has the pieces that are no parts yet
   } else if (receiving->stage == Stage::kBody) { // the body now says where the spans go
     receiving->stage = Stage::kMemory;
     receiving->isPlanned = false;
@@ -416,10 +402,8 @@ void Receiver::forget(Entry receiving) {
 
 void Receiver::dropPeer(Connection& connection) {
   const Error gone(ErrorCode::kPeerFailed, connection.peer().describe() + " is gone");
-  for (const Entry receiving : std::exchange(connection.incoming.starting, {})) {
-    reject(receiving, gone);
-  }
-  // Before the entries end: this list has iterators to them.
+  // Before the entries end: these lists have iterators to them.
+  connection.incoming.starting.clear();
   connection.incoming.waiting.clear();
   connection.incoming.stalled.clear();
   for (auto next = receiving_.begin(); next != receiving_.end();) {
@@ -433,7 +417,7 @@ void Receiver::dropPeer(Connection& connection) {
     events_.addRejection(*message.from, message.header, gone, std::move(message.admission));
     receiving->isDropped = true;
     dropped_.splice(dropped_.end(), receiving_, receiving);
-    giveUpRest(receiving, gone);
+    giveUp(receiving, gone);
   }
   window_->receivingMessages.store(receiving_.size());
 }
@@ -441,14 +425,7 @@ void Receiver::dropPeer(Connection& connection) {
 void Receiver::close() {
   const Error shutDown(ErrorCode::kShutDown, "RPC has been shut down on this worker");
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
-    for (const Entry receiving : std::exchange(connection->incoming.starting, {})) {
-      reject(receiving, shutDown);
-    }
-    for (std::vector<Entry>* entries : {&connection->incoming.waiting, &connection->incoming.stalled}) {
-      for (const Entry receiving : std::exchange(*entries, {})) {
-        giveUpRest(receiving, shutDown);
-      }
-    }
+    giveUpWhere(*connection, shutDown, [](const Receiving& /*any*/) { return true; });
   }
 }
 

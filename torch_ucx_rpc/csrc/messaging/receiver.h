@@ -128,11 +128,9 @@ class Receiver : private ReceivingParts {
       std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
   // False while the memory is being allocated. Throws if the allocation failed.
   static bool takeMemory(Receiving& receiving);
-  // Makes the parts of a message due, or rejects it if it has an error. False, without effect, while earlier work uses
+  // Makes the parts of a message due, or gives it up if it has an error. False, without effect, while earlier work uses
   // its memory.
   bool beginIfFree(Entry receiving);
-  // Rejects a message of which no part is due yet.
-  void reject(Entry receiving, Error error);
   // Adds a piece to the parts to be received.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
   // Begins to receive parts, as many as may be in flight from the peer.
@@ -145,7 +143,10 @@ class Receiver : private ReceivingParts {
   // A rendezvous has been received, all its `bytes`, or is given up.
   void settle(Announcement& announcement, uint64_t bytes = 0);
   // Gives up the parts that have not begun.
-  void giveUpRest(Entry receiving, const Error& why);
+  void giveUp(Entry receiving, const Error& why);
+  // The same for each message from a peer that has such parts, and is over.
+  template <typename IsOver>
+  void giveUpWhere(Connection& connection, const Error& why, const IsOver& isOver);
   // Adds the event of a message, and forgets it, if all its parts are through.
   void finishIfDone(Entry receiving);
   void forget(Entry receiving);
