@@ -132,7 +132,7 @@ TEST_F(SealedAgentIntruderTest, NoKindOfFrameIsTakenWithoutTheKey) {
     for (const SendMode mode : {SendMode::kEager, SendMode::kRendezvous}) {
       wire::Header header = frame(static_cast<wire::Kind>(kind));
       send(header, body, mode); // without any tag
-      wire::Sealer("a guess").sealFrame(
+      wire::FrameSeal("a guess").sealFrame(
           header, body.size(), mode == SendMode::kEager ? body : std::span<const std::byte>());
       send(header, body, mode);
       sent += 2;
@@ -146,7 +146,7 @@ TEST_F(SealedAgentIntruderTest, NoKindOfFrameIsTakenWithoutTheKey) {
 
 TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
   const Bytes body = bodyOfRequest("recorded");
-  wire::Sealer sealer(keyOf(1, 0));
+  wire::FrameSeal sealer(keyOf(1, 0));
   wire::Header header = frame(wire::Kind::kRequest);
   header.sequence = 1;
   sealer.sealFrame(header, body.size(), body);
@@ -179,7 +179,7 @@ TEST_F(SealedAgentIntruderTest, AContentThatWasChangedOnTheWayIsNotDecoded) {
   wire::BodyWriter writer(MessageType::PYTHON_CALL);
   writer.setPayloadSpan(payload.size(), 0);
   const Bytes body = writer.finish();
-  wire::Sealer sealer(keyOf(1, 0));
+  wire::FrameSeal sealer(keyOf(1, 0));
   wire::Header header = frame(wire::Kind::kRequest);
   header.spanCount = 1;
   header.sequence = 1;

@@ -88,7 +88,7 @@ TEST_F(StrangerTest, ForgedFramesAreRefused) {
     shoot(frame(static_cast<wire::Kind>(kind)), body, 1, SendMode::kRendezvous);
   }
   wire::Header lie = frame(wire::Kind::kRequest);
-  wire::Sealer("a guess").sealFrame(lie, body.size(), body);
+  wire::FrameSeal("a guess").sealFrame(lie, body.size(), body);
   shoot(lie, body);
   lie = frame(wire::Kind::kRequest);
   lie.version = 1;
@@ -116,7 +116,7 @@ TEST_F(StrangerTest, RecordedFramesAreTakenAtMostOnce) {
   const Bytes body = bodyOfRequest("recorded");
   wire::Header header = frame(wire::Kind::kRequest);
   header.sequence = 1;
-  wire::Sealer(keyOf(1, 0)).sealFrame(header, body.size(), body); // byte for byte what worker 1 would send
+  wire::FrameSeal(keyOf(1, 0)).sealFrame(header, body.size(), body); // byte for byte what worker 1 would send
   shoot(header, body, 50);
   EXPECT_TRUE(runStranger());
   EXPECT_TRUE(areRefused(49));

@@ -30,8 +30,8 @@ class SealTest : public testing::Test {
     return header;
   }
 
-  Sealer sealer_{kKey};
-  Opener opener_{kKey};
+  FrameSeal sealer_{kKey};
+  FrameSeal opener_{kKey};
 };
 
 TEST_F(SealTest, SealedFramesAreGenuine) {
@@ -75,7 +75,7 @@ TEST_F(SealTest, AnnouncedLengthIsCovered) {
 TEST_F(SealTest, AnotherKeyOpensNothing) {
   std::string other = kKey;
   other.back() ^= 1;
-  EXPECT_FALSE(Opener(other).isGenuine(sealed("body"), 4, bytesOf("body")));
+  EXPECT_FALSE(FrameSeal(other).isGenuine(sealed("body"), 4, bytesOf("body")));
   Header unsealed;
   EXPECT_FALSE(opener_.isGenuine(unsealed, 0, {})) << "a tag of zeros";
 }

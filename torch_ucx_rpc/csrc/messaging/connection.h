@@ -173,8 +173,8 @@ class Connection {
   bool isMoving = false; // one of the two does not hear the other over shared memory: see SharedMemoryRepair
 
   // Only in a job with a secret. Outbox seals frames with the one, Inbox checks them with the other.
-  std::optional<wire::Sealer> sealer;
-  std::optional<wire::Opener> opener;
+  std::optional<wire::FrameSeal> sealer;
+  std::optional<wire::FrameSeal> opener;
 
   // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck, Heartbeat sets the rest.
   struct Silence {

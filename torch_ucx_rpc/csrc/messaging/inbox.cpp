@@ -43,7 +43,7 @@ Connection* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, st
     return nullptr;
   }
   Connection& connection = connections_.of(*from);
-  if (std::optional<wire::Opener>& opener = connection.opener) {
+  if (std::optional<wire::FrameSeal>& opener = connection.opener) {
     // The seal first: a forged frame must not use up the number of a genuine one, which would then be dropped.
     if (!opener->isGenuine(header, dataBytes, data)) {
       rejectFrame(

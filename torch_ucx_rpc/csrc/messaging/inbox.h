@@ -123,7 +123,7 @@ class Inbox final : public TransportListener, private ReceivingParts {
   Receiver receiver_;
 
   bool acceptsJoins_ = false;
-  std::optional<wire::Opener> joinOpener_;
+  std::optional<wire::FrameSeal> joinOpener_;
   std::bitset<8> hasWarned_; // by FrameFault
   std::atomic<uint64_t> refusedFrames_{0};
 };

@@ -61,10 +61,10 @@ void OutgoingMessage::sealContent() {
   }
 }
 
-void OutgoingMessage::sealFrames(std::optional<wire::Sealer>& sealer) {
+void OutgoingMessage::sealFrames(std::optional<wire::FrameSeal>& sealer) {
   // A member that is asked for admission does not have this worker's own key yet. All joins to it share one key.
   if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
-    wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body);
+    wire::FrameSeal(to->member().joinKey).sealFrame(header, body.size(), body);
   } else if (sealer.has_value()) {
     for (Piece& piece : pieces) {
       sealer->sealFrame(piece.header, piece.bytes.size(), {});

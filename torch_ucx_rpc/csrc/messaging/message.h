@@ -63,7 +63,7 @@ struct OutgoingMessage {
   // Seal an addressed message in a job with a secret; without one they do nothing. sealContent() may take long for a
   // large payload, and any thread may call it. sealFrames() needs the worker lock, and the numbers of the frames.
   void sealContent();
-  void sealFrames(std::optional<wire::Sealer>& sealer);
+  void sealFrames(std::optional<wire::FrameSeal>& sealer);
 
   bool isBodyEager() const {
     return !waitsForRoom && body.size() <= kEagerBodyBytes;

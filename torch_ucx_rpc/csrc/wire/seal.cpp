@@ -15,10 +15,6 @@ std::span<const std::byte> bytesOf(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
-Hmac::Tag frameTag(Hmac& hmac, const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
-  return hmac.of({bytesOf(kFrameLabel), bytesOf(header).first(offsetof(Header, frameTag)), bytesOf(dataBytes), data});
-}
-
 // Uses an HMAC context of its own: large data must not hold up the frames.
 Hmac::Tag contentTag(
     const std::string& key,
@@ -52,12 +48,16 @@ bool isContentGenuine(
   return Hmac::areEqual(contentTag(key, header, rendezvousBody, payload), header.contentTag);
 }
 
-void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
-  header.frameTag = frameTag(hmac_, header, dataBytes, data);
+void FrameSeal::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  header.frameTag = tagOf(header, dataBytes, data);
 }
 
-bool Opener::isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
-  return Hmac::areEqual(frameTag(hmac_, header, dataBytes, data), header.frameTag);
+bool FrameSeal::isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  return Hmac::areEqual(tagOf(header, dataBytes, data), header.frameTag);
+}
+
+Hmac::Tag FrameSeal::tagOf(const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  return hmac_.of({bytesOf(kFrameLabel), bytesOf(header).first(offsetof(Header, frameTag)), bytesOf(dataBytes), data});
 }
 
 } // namespace torch_ucx_rpc::wire

@@ -33,28 +33,19 @@ bool isContentGenuine(
     std::span<const std::byte> rendezvousBody,
     std::span<const std::byte> payload);
 
-// Seals the frames to one peer. One thread at a time.
-class Sealer {
+// Seals the frames to one peer, or checks those from it. One thread at a time.
+class FrameSeal {
  public:
-  explicit Sealer(const std::string& key) : hmac_(key) {}
-
+  explicit FrameSeal(const std::string& key) : hmac_(key) {}
   // Fills the tag of a frame that has its number; nothing of the header may change afterwards. `dataBytes` travel with
   // the frame or are announced by it. `data` is the body that travels with it, or nothing.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
-
- private:
-  Hmac hmac_;
-};
-
-// Checks the frames of one peer. One thread at a time.
-class Opener {
- public:
-  explicit Opener(const std::string& key) : hmac_(key) {}
-
-  // True if the peer has sealed it. The arguments are those of Sealer::sealFrame().
+  // True if the peer has sealed it.
   bool isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
 
  private:
+  Hmac::Tag tagOf(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
+
   Hmac hmac_;
 };
 
