@@ -109,8 +109,8 @@ TEST(ControlFramesTest, AcknowledgementsKeepTheRunsOfMissingNumbers) {
   const Bytes body = encodeReceived(received, true);
   const std::optional<ReceivedFrames> decoded = decodeReceived(body);
   ASSERT_TRUE(decoded.has_value());
-  EXPECT_EQ(decoded->next, 10u);
-  EXPECT_EQ(decoded->missing, (std::map<uint64_t, uint64_t>{{3, 5}, {7, 9}}));
+  EXPECT_EQ(decoded->frames.next(), 10u);
+  EXPECT_EQ(decoded->frames.missing(), (std::map<uint64_t, uint64_t>{{3, 5}, {7, 9}}));
   EXPECT_TRUE(decoded->mustSendAgain);
   const std::span<const std::byte> bytes = body;
   for (size_t size = 0; size < bytes.size(); ++size) {
@@ -125,8 +125,8 @@ TEST(ControlFramesTest, AcknowledgementsLeaveOutMostOfVeryManyRuns) {
   }
   const std::optional<ReceivedFrames> decoded = decodeReceived(encodeReceived(received, false));
   ASSERT_TRUE(decoded.has_value());
-  EXPECT_EQ(decoded->missing.size(), wire::kMaxRuns);
-  EXPECT_EQ(decoded->next, 2 * wire::kMaxRuns + 1) << "what is beyond counts as missing";
+  EXPECT_EQ(decoded->frames.missing().size(), wire::kMaxRuns);
+  EXPECT_EQ(decoded->frames.next(), 2 * wire::kMaxRuns + 1) << "what is beyond counts as missing";
 }
 
 TEST(ControlFramesTest, OtherKindsHaveNoHandler) {

@@ -188,13 +188,13 @@ std::optional<ReceivedFrames> decodeReceived(std::span<const std::byte> body) {
   if (record.runs > wire::kMaxRuns || body.size() != sizeof(record) + record.runs * kRunBytes) {
     return std::nullopt;
   }
-  ReceivedFrames received{record.next, {}, record.mustSendAgain != 0};
+  std::map<uint64_t, uint64_t> missing;
   for (uint32_t index = 0; index < record.runs; ++index) {
     uint64_t ends[2];
     std::memcpy(ends, body.data() + sizeof(record) + index * kRunBytes, sizeof(ends));
-    received.missing.emplace(ends[0], ends[1]);
+    missing.emplace(ends[0], ends[1]);
   }
-  return received;
+  return ReceivedFrames{{record.next, std::move(missing)}, record.mustSendAgain != 0};
 }
 
 } // namespace torch_ucx_rpc

@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -37,8 +36,7 @@ void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFra
 
 // The body of kReceived.
 struct ReceivedFrames {
-  uint64_t next = 0;
-  std::map<uint64_t, uint64_t> missing;
+  wire::ReplayWindow frames;
   bool mustSendAgain = false;
 };
 Bytes encodeReceived(const wire::ReplayWindow& received, bool mustSendAgain);

@@ -107,7 +107,7 @@ void Inbox::onReceived(Connection& from, std::span<const std::byte> body) {
   if (!received.has_value()) {
     return; // the next one says as much
   }
-  from.outgoing.kept.onReceived(received->next, received->missing);
+  from.outgoing.kept.onReceived(received->frames);
   from.outgoing.mustSendAgain |= received->mustSendAgain;
   connections_.makeReady(from);
 }

@@ -33,16 +33,13 @@ void KeptMessages::onAcknowledged(uint32_t low) {
   }
 }
 
-void KeptMessages::onReceived(uint64_t next, const std::map<uint64_t, uint64_t>& missing) {
-  if (next > nextNumber_) {
+void KeptMessages::onReceived(const wire::ReplayWindow& received) {
+  if (received.next() > nextNumber_) {
     return;
   }
-  const auto has = [&](uint64_t number) {
-    const auto run = missing.upper_bound(number);
-    return number < next && (run == missing.begin() || number >= std::prev(run)->second);
-  };
   for (const std::unique_ptr<OutgoingMessage>& message : messages_) {
-    message->forEachFrame([&](const wire::Header& header, bool& hasArrived) { hasArrived |= has(header.sequence); });
+    message->forEachFrame(
+        [&](const wire::Header& header, bool& hasArrived) { hasArrived |= received.hasCome(header.sequence); });
   }
   mustLookAtAll_ = true;
 }

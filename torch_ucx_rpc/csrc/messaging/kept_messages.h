@@ -1,11 +1,11 @@
 #pragma once
 
 #include "messaging/message.h"
+#include "wire/replay_window.h"
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -34,8 +34,8 @@ class KeptMessages {
 
   // The peer has all frames below a number, of which this is the low half. Ignores what cannot be.
   void onAcknowledged(uint32_t low);
-  // The peer has all frames below `next`, except runs of missing numbers: the first of each -> the first after it.
-  void onReceived(uint64_t next, const std::map<uint64_t, uint64_t>& missing);
+  // The peer has these frames. Ignores what cannot be.
+  void onReceived(const wire::ReplayWindow& received);
 
   // An operation of a message has ended late, or it has failed: takeEnded() looks at all messages.
   void lookAtAll() {

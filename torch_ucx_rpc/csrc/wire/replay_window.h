@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <utility>
 
 namespace torch_ucx_rpc::wire {
 
@@ -17,6 +18,7 @@ class ReplayWindow {
 
   // The sequence begins at `first`.
   explicit ReplayWindow(uint64_t first = 0) : next_(first) {}
+  ReplayWindow(uint64_t next, std::map<uint64_t, uint64_t> missing) : next_(next), gaps_(std::move(missing)) {}
 
   // Takes a number. False if it has come before, or may have.
   bool accept(uint64_t number);
