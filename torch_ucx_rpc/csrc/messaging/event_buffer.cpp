@@ -1,7 +1,5 @@
 #include "messaging/event_buffer.h"
 
-#include "base/warnings.h"
-
 #include <algorithm>
 
 namespace torch_ucx_rpc {
@@ -79,9 +77,6 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   dispatchWork(driver && driver->role == Role::kWaitingCaller && onDriver.empty() && atEnd.empty());
   for (IncomingMessage& request : onDriver) {
     buffer_.handlers_.requests->runOnDriver(std::move(request));
-  }
-  if (!warning.empty()) {
-    warn(std::move(warning));
   }
   for (UniqueFunction<void()>& work : atEnd) {
     work();

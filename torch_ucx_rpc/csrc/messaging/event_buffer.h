@@ -71,10 +71,6 @@ class EventBuffer {
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }
-  void addWarning(const std::string& sentence) {
-    std::string& warning = pending().warning;
-    warning += (warning.empty() ? "" : "; ") + sentence;
-  }
 
   bool hasWork() const {
     return pending_ != nullptr && !pending_->work.empty();
@@ -124,7 +120,6 @@ class EventBuffer {
     std::vector<Failure> failures;
     std::vector<Peer*> breaks;
     std::vector<UniqueFunction<void()>> work;
-    std::string warning; // for the log
     DispatchOrder::Turn turn;
 
    private:

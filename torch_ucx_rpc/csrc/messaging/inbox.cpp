@@ -1,5 +1,6 @@
 #include "messaging/inbox.h"
 
+#include "base/warnings.h"
 #include "runtime/worker_mutex.h"
 
 #include <c10/util/Exception.h>
@@ -117,7 +118,7 @@ void Inbox::rejectFrame(FrameFault fault, const std::string& what) {
   // One warning for each kind: otherwise a stranger could fill the log.
   if (!hasWarned_.test(static_cast<size_t>(fault))) {
     hasWarned_.set(static_cast<size_t>(fault));
-    events_.addWarning("refused " + what + " (more of the kind are only counted: agent.frames_refused in get_metrics)");
+    warn("refused " + what + " (more of the kind are only counted: agent.frames_refused in get_metrics)");
   }
 }
 

@@ -85,10 +85,6 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     events_.addFailure(peer, std::move(why));
   }
 
-  void addWarningWithWorkerLock(const std::string& sentence) {
-    events_.addWarning(sentence);
-  }
-
   // From now on, processes that are not members may ask to become one. If `joinKey` is not empty, their frames must be
   // sealed with it.
   void acceptJoins(const std::string& joinKey);

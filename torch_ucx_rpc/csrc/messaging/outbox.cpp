@@ -1,5 +1,6 @@
 #include "messaging/outbox.h"
 
+#include "base/warnings.h"
 #include "messaging/control_frames.h"
 #include "runtime/worker_mutex.h"
 
@@ -438,7 +439,7 @@ void Outbox::resume(Connection& connection) {
   Peer& peer = connection.peer();
   // Not at once: if its process has ended, the peer is lost before this.
   if (const std::string why = std::exchange(connection.whyBroken, {}); !why.empty()) {
-    events_.addWarning(
+    warn(
         "the connection to " + peer.describe() + " has failed (" + why +
         "), and nothing says that its process has ended: another connection takes its place, messages that have not "
         "arrived are sent again, and calls go on");

@@ -1,5 +1,6 @@
 #include "messaging/retries.h"
 
+#include "base/warnings.h"
 #include "runtime/worker_mutex.h"
 
 #include <chrono>
@@ -35,7 +36,7 @@ Timer::TimePoint Retries::retry(Timer::TimePoint now) {
       return;
     }
     if (!isTold && outbox_.hasStranded()) {
-      events_.addWarning(outbox_.describeStranded());
+      warn(outbox_.describeStranded());
     }
     files_.release(); // for the connections that are tried again now
     for (const std::unique_ptr<Connection>& connection : connections_.all()) {

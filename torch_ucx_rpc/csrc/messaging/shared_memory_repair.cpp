@@ -1,5 +1,6 @@
 #include "messaging/shared_memory_repair.h"
 
+#include "base/warnings.h"
 #include "runtime/worker_mutex.h"
 
 #include <chrono>
@@ -48,7 +49,7 @@ void SharedMemoryRepair::repairWithWorkerLock() {
     isDeaf_ = false;
   } else if (state == RepairState::kUnrepairable && !std::exchange(isDeaf_, true)) {
     if (!std::exchange(hasWarned_, true)) {
-      events_.addWarning(
+      warn(
           "messages of workers on this machine do not arrive: a process has ended or been stopped while it wrote one "
           "into shared memory, and may never go on. From now on these workers and this one use "
           "the network, unless UCX_TLS leaves it out; messages that were under way arrive when that process goes on");

@@ -1,5 +1,6 @@
 #include "rpc/peer_monitor.h"
 
+#include "base/warnings.h"
 #include "runtime/worker_mutex.h"
 
 #include <algorithm>
@@ -142,10 +143,10 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
     messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);
   }
   for (Peer* peer : findings.suspect) {
-    messenger_.addWarningWithWorkerLock(heartbeat_.describeSuspect(*peer));
+    warn(heartbeat_.describeSuspect(*peer));
   }
   for (const auto& [peer, silence] : findings.back) {
-    messenger_.addWarningWithWorkerLock(Heartbeat::describeBack(*peer, silence));
+    warn(Heartbeat::describeBack(*peer, silence));
   }
   for (Peer* peer : findings.lost) {
     peer->hasEnded.store(peer->connection->silence.isDoubted);
