@@ -59,14 +59,19 @@ Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
     return {};
   }
   // At the first message, not at the start: a worker of a large job calls few others.
-  EndpointId endpoint = 0;
+  return makeEndpoint(connection);
+}
+
+Error Outbox::makeEndpoint(Connection& connection) {
+  const Peer& peer = connection.peer();
   const std::string& address = peer.member().address;
-  if (Error error = peer.isOverNetwork.load() ? transport_.connectOverNetwork(address, endpoint)
-                                              : transport_.connect(address, endpoint)) {
-    return error;
+  EndpointId endpoint = 0;
+  Error error = peer.isOverNetwork.load() ? transport_.connectOverNetwork(address, endpoint)
+                                          : transport_.connect(address, endpoint);
+  if (!error) {
+    connection.setEndpoint(endpoint);
   }
-  connection.setEndpoint(endpoint);
-  return {};
+  return error;
 }
 
 Error Outbox::moveToNetwork(Connection& connection) {
@@ -444,14 +449,10 @@ void Outbox::resume(Connection& connection) {
         "), and nothing says that its process has ended: another connection takes its place, messages that have not "
         "arrived are sent again, and calls go on");
   }
-  EndpointId endpoint = 0;
-  const std::string& address = peer.member().address;
-  if (peer.isOverNetwork.load() ? transport_.connectOverNetwork(address, endpoint)
-                                : transport_.connect(address, endpoint)) {
+  if (makeEndpoint(connection)) {
     connection.roundsToResume = 1;
     return;
   }
-  connection.setEndpoint(endpoint);
   sendAgain(connection);
   acknowledge(connection); // the peer need not send arrived messages again
   connections_.makeReady(connection); // messages that wait leave

@@ -95,8 +95,9 @@ class Outbox {
   void failWaiting(Connection& connection);
   // `room` counts the message. It is null for one that is not queued, or that fails at once.
   void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, OutgoingLoad* room);
-  // Makes the endpoint, unless there is one.
+  // Makes the endpoint, unless there is one, or the message must not leave.
   Error connect(Connection& connection, const OutgoingMessage& message);
+  Error makeEndpoint(Connection& connection);
   // Sends the frames of a message that the peer does not have. Unless the message is kept, this may destroy it.
   void sendFrames(Connection& connection, OutgoingMessage& message);
   // The transport is done with some parts of a message, over this endpoint.
