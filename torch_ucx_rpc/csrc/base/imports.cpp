@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <unordered_map>
 
 namespace torch_ucx_rpc {
 
@@ -52,107 +53,91 @@ bool overwrite(void** slot, void* value, bool isReadOnly) {
 }
 
 // The loader's data of a library.
-struct Library {
-  uintptr_t base = 0;
-  uintptr_t readOnlyFrom = 0; // since the loader was done
-  uintptr_t readOnlyTo = 0;
-  const ElfW(Sym) * symbols = nullptr;
-  const char* names = nullptr;
-  const uint16_t* versions = nullptr; // by symbol; null in a library without versions
-  std::span<const ElfW(Rela)> calledSlots;
-  std::span<const ElfW(Rela)> otherSlots;
-
-  // libc's symbols have a version. Most of torch's 40,000 imports have none: to read their names takes 3 ms.
-  bool mayBeOfLibc(size_t symbol) const {
-    constexpr uint16_t kHidden = 0x8000;
-    return versions == nullptr || (versions[symbol] & ~kHidden) > VER_NDX_GLOBAL;
-  }
-
-  explicit Library(const dl_phdr_info& info) : base(info.dlpi_addr) {
+class Library {
+ public:
+  explicit Library(const dl_phdr_info& info) : base_(info.dlpi_addr) {
     for (const ElfW(Phdr) & segment : std::span(info.dlpi_phdr, info.dlpi_phnum)) {
       if (segment.p_type == PT_DYNAMIC) {
-        readDynamic(reinterpret_cast<const ElfW(Dyn)*>(base + segment.p_vaddr));
+        const auto* entry = reinterpret_cast<const ElfW(Dyn)*>(base_ + segment.p_vaddr);
+        for (; entry->d_tag != DT_NULL; ++entry) {
+          dynamic_[entry->d_tag] = entry->d_un.d_val;
+        }
       } else if (segment.p_type == PT_GNU_RELRO) {
-        readOnlyFrom = base + segment.p_vaddr;
-        readOnlyTo = readOnlyFrom + segment.p_memsz;
+        readOnlyFrom_ = base_ + segment.p_vaddr;
+        readOnlyTo_ = readOnlyFrom_ + segment.p_memsz;
       }
+    }
+    symbols_ = tableAt<ElfW(Sym)>(DT_SYMTAB);
+    names_ = tableAt<char>(DT_STRTAB);
+    versions_ = tableAt<uint16_t>(DT_VERSYM);
+  }
+
+  void replace(std::span<Import> imports) const {
+    if (symbols_ != nullptr && names_ != nullptr) { // else there are no names to look for
+      replaceIn(slotsAt(DT_JMPREL, DT_PLTRELSZ), imports);
+      const std::span<const ElfW(Rela)> slots = slotsAt(DT_RELA, DT_RELASZ);
+      replaceIn(slots.subspan(std::min(valueOf(DT_RELACOUNT), slots.size())), imports); // the first have no symbol
     }
   }
 
  private:
-  void readDynamic(const ElfW(Dyn) * entry) {
-    const ElfW(Rela)* called = nullptr;
-    const ElfW(Rela)* others = nullptr;
-    size_t calledBytes = 0;
-    size_t otherBytes = 0;
-    size_t unnamed = 0; // how many of `others` have no symbol; they come first
-    for (; entry->d_tag != DT_NULL; ++entry) {
-      // glibc has turned offsets into addresses, other loaders leave them.
-      const uintptr_t value = entry->d_un.d_ptr;
-      const uintptr_t address = value < base ? base + value : value;
-      switch (entry->d_tag) {
-        case DT_SYMTAB:
-          symbols = reinterpret_cast<const ElfW(Sym)*>(address);
-          break;
-        case DT_STRTAB:
-          names = reinterpret_cast<const char*>(address);
-          break;
-        case DT_VERSYM:
-          versions = reinterpret_cast<const uint16_t*>(address);
-          break;
-        case DT_JMPREL:
-          called = reinterpret_cast<const ElfW(Rela)*>(address);
-          break;
-        case DT_RELA:
-          others = reinterpret_cast<const ElfW(Rela)*>(address);
-          break;
-        case DT_PLTRELSZ:
-          calledBytes = entry->d_un.d_val;
-          break;
-        case DT_RELASZ:
-          otherBytes = entry->d_un.d_val;
-          break;
-        case DT_RELACOUNT:
-          unnamed = entry->d_un.d_val;
-          break;
-        default:
-          break;
-      }
-    }
-    if (symbols != nullptr && names != nullptr) { // else there are no names to look for
-      calledSlots = {called, called != nullptr ? calledBytes / sizeof(ElfW(Rela)) : 0};
-      otherSlots = {others, others != nullptr ? otherBytes / sizeof(ElfW(Rela)) : 0};
-      otherSlots = otherSlots.subspan(std::min(unnamed, otherSlots.size()));
-    }
+  uint64_t valueOf(int64_t tag) const {
+    const auto found = dynamic_.find(tag);
+    return found != dynamic_.end() ? found->second : 0;
   }
-};
 
-void replaceIn(const Library& library, std::span<const ElfW(Rela)> slots, Imports& imports) {
-  for (const ElfW(Rela) & one : slots) {
-    const uint64_t type = ELF64_R_TYPE(one.r_info);
-    const size_t symbol = ELF64_R_SYM(one.r_info);
-    if ((type != kCallSlot && type != kDataSlot) || !library.mayBeOfLibc(symbol)) {
-      continue;
-    }
-    const char* const name = library.names + library.symbols[symbol].st_name;
-    for (Import& import : imports.all) {
-      if (std::strcmp(name, import.name) == 0) {
-        const uintptr_t slot = library.base + one.r_offset;
-        const bool isReadOnly = slot >= library.readOnlyFrom && slot < library.readOnlyTo;
-        import.isReplaced |= overwrite(reinterpret_cast<void**>(slot), import.replacement, isReadOnly);
+  // Null where the library has no such table.
+  template <typename Entry>
+  const Entry* tableAt(int64_t tag) const {
+    // glibc has turned offsets into addresses, other loaders leave them.
+    const uint64_t value = valueOf(tag);
+    return value == 0 ? nullptr : reinterpret_cast<const Entry*>(value < base_ ? base_ + value : value);
+  }
+
+  std::span<const ElfW(Rela)> slotsAt(int64_t tag, int64_t tagOfBytes) const {
+    const auto* const slots = tableAt<ElfW(Rela)>(tag);
+    return {slots, slots != nullptr ? valueOf(tagOfBytes) / sizeof(ElfW(Rela)) : 0};
+  }
+
+  // libc's symbols have a version. Most of torch's 40,000 imports have none: to read their names takes 3 ms.
+  bool mayBeOfLibc(size_t symbol) const {
+    constexpr uint16_t kHidden = 0x8000;
+    return versions_ == nullptr || (versions_[symbol] & ~kHidden) > VER_NDX_GLOBAL;
+  }
+
+  void replaceIn(std::span<const ElfW(Rela)> slots, std::span<Import> imports) const {
+    for (const ElfW(Rela) & one : slots) {
+      const uint64_t type = ELF64_R_TYPE(one.r_info);
+      const size_t symbol = ELF64_R_SYM(one.r_info);
+      if ((type != kCallSlot && type != kDataSlot) || !mayBeOfLibc(symbol)) {
+        continue;
+      }
+      const char* const name = names_ + symbols_[symbol].st_name;
+      for (Import& import : imports) {
+        if (std::strcmp(name, import.name) == 0) {
+          const uintptr_t slot = base_ + one.r_offset;
+          const bool isReadOnly = slot >= readOnlyFrom_ && slot < readOnlyTo_;
+          import.isReplaced |= overwrite(reinterpret_cast<void**>(slot), import.replacement, isReadOnly);
+        }
       }
     }
   }
-}
+
+  const uintptr_t base_;
+  uintptr_t readOnlyFrom_ = 0; // since the loader was done
+  uintptr_t readOnlyTo_ = 0;
+  std::unordered_map<int64_t, uint64_t> dynamic_; // the entries of its dynamic section, by tag
+  const ElfW(Sym) * symbols_;
+  const char* names_;
+  const uint16_t* versions_; // by symbol; null in a library without versions
+};
 
 int replaceInLibrary(dl_phdr_info* info, size_t /*size*/, void* context) {
   Imports& imports = *static_cast<Imports*>(context);
   if (!contains(*info, imports.ofTheLibrary)) {
     return 0;
   }
-  const Library library(*info);
-  replaceIn(library, library.calledSlots, imports);
-  replaceIn(library, library.otherSlots, imports);
+  Library(*info).replace(imports.all);
   return 1;
 }
 
