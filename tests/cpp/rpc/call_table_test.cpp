@@ -125,7 +125,7 @@ TEST_F(CallTableTest, TakeAllToTakesOnePeersCalls) {
   for (int count = 0; count < 6; ++count) {
     open(count % 2 == 0 ? *a_ : *b_, count < 3 ? due : kNever);
   }
-  const std::vector<CallTable::Call> calls = table_.takeAllTo(*a_);
+  const std::vector<CallTable::Call> calls = table_.takeAll(a_.get());
   EXPECT_EQ(calls.size(), 3u);
   EXPECT_TRUE(std::all_of(calls.begin(), calls.end(), [this](const auto& call) { return call.to == a_.get(); }));
   Clock::time_point next;
@@ -198,7 +198,7 @@ TEST_F(CallTableTest, EachCallLeavesExactlyOnce) {
   });
   threads.emplace_back([&] { // failures of a peer
     while (!isOver.load()) {
-      for (const CallTable::Call& call : table_.takeAllTo(*b_)) {
+      for (const CallTable::Call& call : table_.takeAll(b_.get())) {
         EXPECT_EQ(call.to, b_.get());
         note(call);
       }

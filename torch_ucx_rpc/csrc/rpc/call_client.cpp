@@ -110,29 +110,25 @@ uint64_t CallClient::begin(CallTable::Call call, std::unique_ptr<OutgoingMessage
   }
 
   // The state is read after the call is in the table. A thread that marks the peer gone later finds the call there.
-  if (to.state() != Peer::State::kPresent) {
+  const bool isGone = to.state() != Peer::State::kPresent;
+  if (isGone || lifetime_.isClosed()) {
     if (std::optional<CallTable::Call> taken = calls_.take(id, to)) {
       (void)unmadeRRefs_.take(id, to); // torch cannot have deleted the reference yet
-      finishCallToLostPeer(std::move(*taken));
+      if (isGone) {
+        finishCallToLostPeer(std::move(*taken));
+      } else {
+        const std::string what = "RPC is not running on worker '" + self_.name +
+            "': it has been shut down, so nothing can be sent to " + to.describe();
+        fail(*taken, std::make_exception_ptr(to.failure(RpcFailure::Kind::kShutDown, what)));
+      }
     }
-  } else if (lifetime_.isClosed()) {
-    if (const std::optional<CallTable::Call> taken = calls_.take(id, to)) {
-      (void)unmadeRRefs_.take(id, to);
-      fail(
-          *taken,
-          std::make_exception_ptr(to.failure(
-              RpcFailure::Kind::kShutDown,
-              "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to " +
-                  to.describe())));
-    }
-  } else {
-    messenger_.post(to, wire::Kind::kRequest, id, std::move(request));
-    // A call may have run out of time by now (its tensors were being sealed, or this thread did not run). It was
-    // canceled before there was a request to take back. It would wait for a peer that takes nothing in, with its
-    // memory.
-    if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
-      messenger_.cancel({{&to, id}});
-    }
+    return id;
+  }
+  messenger_.post(to, wire::Kind::kRequest, id, std::move(request));
+  // A call may have run out of time by now (its tensors were being sealed, or this thread did not run). It was canceled
+  // before there was a request to take back. It would wait for a peer that takes nothing in, with its memory.
+  if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
+    messenger_.cancel({{&to, id}});
   }
   return id;
 }
@@ -278,7 +274,7 @@ void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
 
 void CallClient::onPeerGone(Peer& peer) {
   unmadeRRefs_.forget(peer);
-  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
+  for (CallTable::Call& call : calls_.takeAll(&peer)) {
     finishCallToLostPeer(std::move(call));
   }
 }

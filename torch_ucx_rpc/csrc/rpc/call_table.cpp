@@ -36,27 +36,16 @@ std::optional<CallTable::Call> CallTable::take(uint64_t id, const Peer& peer) {
 }
 
 // All open calls are looked at. A peer ends seldom, and an index by peer would cost every call.
-std::vector<CallTable::Call> CallTable::takeAllTo(const Peer& peer) {
+std::vector<CallTable::Call> CallTable::takeAll(const Peer* to) {
   std::vector<Call> calls;
   const std::lock_guard lock(mutex_);
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const auto next = std::next(entry);
-    if (entry->second.call.to == &peer) {
+    if (to == nullptr || entry->second.call.to == to) {
       calls.push_back(removeLocked(entry));
     }
     entry = next;
   }
-  return calls;
-}
-
-std::vector<CallTable::Call> CallTable::takeAll() {
-  std::vector<Call> calls;
-  const std::lock_guard lock(mutex_);
-  for (auto& [id, entry] : entries_) {
-    calls.push_back(std::move(entry.call));
-  }
-  entries_.clear();
-  deadlines_.clear();
   return calls;
 }
 

@@ -52,9 +52,8 @@ class CallTable {
   // Takes out a call to `peer`. Nothing if the call is not open, or is to another peer.
   std::optional<Call> take(uint64_t id, const Peer& peer);
 
-  // Take out all calls to a peer, and all calls.
-  std::vector<Call> takeAllTo(const Peer& peer);
-  std::vector<Call> takeAll();
+  // Takes out all calls, or all those to a peer.
+  std::vector<Call> takeAll(const Peer* to = nullptr);
 
   // Takes out the calls whose deadline has come. `next` gets the next deadline.
   struct Expired {
