@@ -73,35 +73,26 @@ Peer* Directory::findSession(uint64_t session) const {
   return findIn(bySession_, session);
 }
 
-std::string Directory::knownNamesLocked() const {
+RpcFailure Directory::unknown(const std::string& which, RpcFailure::Details details) const {
+  const std::shared_lock lock(mutex_);
   std::string names;
   for (const auto& [rank, peer] : byRank_) {
     names += (names.empty() ? "" : ", ") + peer->member().name + " (rank " + std::to_string(rank) + ")";
   }
-  return names;
+  return {
+      RpcFailure::Kind::kUnknownWorker,
+      "could not find destination worker " + which + ". The workers are: " + names,
+      std::move(details)};
 }
 
 Peer& Directory::at(Rank rank) const {
-  if (Peer* peer = find(rank)) {
-    return *peer;
-  }
-  const std::shared_lock lock(mutex_);
-  throw RpcFailure(
-      RpcFailure::Kind::kUnknownWorker,
-      "could not find destination worker with rank " + std::to_string(rank) +
-          ". The workers are: " + knownNamesLocked(),
-      {.rank = rank});
+  Peer* const peer = find(rank);
+  return peer != nullptr ? *peer : throw unknown("with rank " + std::to_string(rank), {.rank = rank});
 }
 
 Peer& Directory::at(const std::string& name) const {
-  if (Peer* peer = find(name)) {
-    return *peer;
-  }
-  const std::shared_lock lock(mutex_);
-  throw RpcFailure(
-      RpcFailure::Kind::kUnknownWorker,
-      "could not find destination worker '" + name + "'. The workers are: " + knownNamesLocked(),
-      {.name = name});
+  Peer* const peer = find(name);
+  return peer != nullptr ? *peer : throw unknown("'" + name + "'", {.name = name});
 }
 
 Rank Directory::endOfRanks() const {

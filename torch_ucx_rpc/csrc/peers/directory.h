@@ -40,7 +40,8 @@ class Directory {
   std::vector<Peer*> present() const;
 
  private:
-  std::string knownNamesLocked() const;
+  // The failure that there is no such worker.
+  RpcFailure unknown(const std::string& which, RpcFailure::Details details) const;
   void forgetLocked(const Peer* peer);
 
   mutable std::shared_mutex mutex_;
