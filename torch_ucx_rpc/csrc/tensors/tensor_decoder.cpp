@@ -26,6 +26,10 @@ using wire::TensorRecord;
 // A message type of torch's is a byte and two flags, 0x100 and 0x200.
 constexpr uint32_t kMaxMessageType = 0x3FF;
 
+c10::IntArrayRef refOf(std::span<const int64_t> numbers) {
+  return {numbers.data(), numbers.size()};
+}
+
 // Turns a checked body and its spans into tensors.
 class Decoder {
  public:
@@ -205,9 +209,7 @@ class Decoder {
         c10::scalarTypeToTypeMeta(dtype),
         std::forward<Args>(args)...);
     made.unsafeGetTensorImpl()->set_sizes_and_strides(
-        c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()),
-        c10::IntArrayRef(tensor.strides.data(), tensor.strides.size()),
-        tensor.record.storageOffset);
+        refOf(tensor.sizes), refOf(tensor.strides), tensor.record.storageOffset);
     return made;
   }
 
@@ -232,13 +234,8 @@ class Decoder {
     const at::Tensor values = next();
     const bool isCoalesced = (tensor.record.flags & wire::kCoalesced) != 0;
     // Indices outside of the tensor would become reads outside of its memory later.
-    at::_validate_sparse_coo_tensor_args(
-        indices, values, c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()), isCoalesced);
-    at::Tensor made = at::sparse_coo_tensor(
-        indices,
-        values,
-        c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()),
-        values.options().layout(at::kSparse));
+    at::_validate_sparse_coo_tensor_args(indices, values, refOf(tensor.sizes), isCoalesced);
+    at::Tensor made = at::sparse_coo_tensor(indices, values, refOf(tensor.sizes), values.options().layout(at::kSparse));
     return made._coalesced_(isCoalesced);
   }
 
@@ -246,14 +243,9 @@ class Decoder {
     const at::Tensor compressedIndices = next();
     const at::Tensor plainIndices = next();
     const at::Tensor values = next();
-    at::_validate_sparse_compressed_tensor_args(
-        compressedIndices, plainIndices, values, c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()), layout);
+    at::_validate_sparse_compressed_tensor_args(compressedIndices, plainIndices, values, refOf(tensor.sizes), layout);
     return at::sparse_compressed_tensor(
-        compressedIndices,
-        plainIndices,
-        values,
-        c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()),
-        values.options().layout(layout));
+        compressedIndices, plainIndices, values, refOf(tensor.sizes), values.options().layout(layout));
   }
 
   const BodyView& view_;
