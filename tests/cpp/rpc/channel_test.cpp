@@ -5,6 +5,7 @@
 #include "agent_fixture.h"
 #include "sealed_job.h"
 
+#include <cstring>
 #include <future>
 #include <thread>
 
@@ -54,6 +55,27 @@ class ChannelTest : public SealedAgentTest {
       return error.what();
     }
     return "";
+  }
+
+  // The announcement to worker 1 of 1 MiB, of which the caller says when it comes.
+  IncomingMessage largeValue(std::string_view tag) {
+    wire::BodyWriter writer(0);
+    wire::TensorRecord record{};
+    record.layout = wire::Layout::kStrided;
+    record.dtype = static_cast<uint8_t>(at::kByte);
+    record.itemBytes = 1;
+    record.storage = writer.addSpanStorage(kMiB, 0, 0, 0);
+    const int64_t size = kMiB;
+    const int64_t stride = 1;
+    writer.addTensor(record, std::span(&size, 1), std::span(&stride, 1), false);
+    IncomingMessage message;
+    message.eagerBody = writer.finish();
+    wire::appendPutName(message.eagerBody, {"g", 0, tag, 0});
+    message.from = &peer(1, 0);
+    message.header.kind = wire::Kind::kPut;
+    message.header.callId = 1000;
+    message.header.spanCount = 1;
+    return message;
   }
 
   bool hasSecret_ = false; // every frame is sealed
@@ -246,23 +268,7 @@ TEST_F(ChannelTest, EpochEndsAWaitWhenItsTensorIsWrittenNoMore) {
   startInEpoch(2);
   const at::Tensor into = at::zeros({kMiB}, at::kByte);
   const auto expected = post(1, 0, "x", std::vector<at::Tensor>{into});
-  // An announcement whose spans take a while.
-  wire::BodyWriter writer(0);
-  wire::TensorRecord record{};
-  record.layout = wire::Layout::kStrided;
-  record.dtype = static_cast<uint8_t>(at::kByte);
-  record.itemBytes = 1;
-  record.storage = writer.addSpanStorage(kMiB, 0, 0, 0);
-  const int64_t size = kMiB;
-  const int64_t stride = 1;
-  writer.addTensor(record, std::span(&size, 1), std::span(&stride, 1), false);
-  IncomingMessage message;
-  message.eagerBody = writer.finish();
-  wire::appendPutName(message.eagerBody, {"g", 0, "x", 0});
-  message.from = &peer(1, 0);
-  message.header.kind = wire::Kind::kPut;
-  message.header.callId = 1000;
-  message.header.spanCount = 1;
+  IncomingMessage message = largeValue("x");
   const uint64_t bytes = kMiB;
   Channel::Verdict verdict =
       channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
@@ -296,6 +302,25 @@ TEST_F(ChannelTest, ValueThatComesAfterATimeoutWaitsForTheNextOne) {
   put(0, 1, "x", {at::ones({kMiB})});
   EXPECT_TRUE(take(1, 0, "x").front().equal(at::ones({kMiB})));
   EXPECT_TRUE(first.equal(at::zeros({kMiB})));
+}
+
+TEST_F(ChannelTest, ValueOfAWaitThatHasEndedGoesToTheNextThatWaitsAlready) {
+  startInEpoch(2);
+  const at::Tensor first = at::zeros({kMiB}, at::kByte);
+  const auto ended = post(1, 0, "x", std::vector<at::Tensor>{first});
+  const auto next = post(1, 0, "x");
+  IncomingMessage message = largeValue("x");
+  const uint64_t bytes = kMiB;
+  Channel::Verdict verdict =
+      channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
+  ASSERT_EQ(verdict.into.size(), 1u);
+  EXPECT_NE(failureOf(1, ended, milliseconds(50)), "") << "its value is still being received";
+  std::memset(verdict.into.front().get(), 7, kMiB);
+  message.spans.push_back({std::move(verdict.into.front()), bytes});
+  channel(1).onPut(std::move(message), {});
+  EXPECT_TRUE(channel(1).wait(next, milliseconds(1000)).tensors.front().equal(at::full({kMiB}, 7, at::kByte)));
+  put(0, 1, "x", {at::ones({2})});
+  EXPECT_EQ(take(1, 0, "x").front().numel(), 2) << "each value is taken once";
 }
 
 TEST_F(ChannelTest, WaitEndsAtItsTimeWithoutAnEvent) {

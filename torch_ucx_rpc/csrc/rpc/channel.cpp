@@ -237,8 +237,14 @@ void Channel::cancel(const std::shared_ptr<Expected>& expected) {
       if (arrival->state == Arrival::State::kDropped) {
         break;
       }
-      // The next one that expects the value gets it.
-      slotLocked(expected->from, name).arrivals.push_front(arrival);
+      // The next one that expects the value gets it. It may wait already.
+      if (const ExpectedPtr next = takeExpectedLocked(expected->from, {name.group, name.epoch, name.tag})) {
+        next->isInOthersMemory = arrival->isInOthersMemory;
+        next->isMatched = true;
+        arrival->expected = next;
+      } else {
+        slotLocked(expected->from, name).arrivals.push_front(arrival);
+      }
     }
   }
   expected->isMatched = false;
