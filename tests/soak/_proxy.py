@@ -18,8 +18,9 @@ from tests.support.labs import VirtualHost
 
 _PORT = 15001
 _MARK = 7
-# From <linux/netfilter_ipv4.h>.
-_SO_ORIGINAL_DST = 80
+# From <linux/netfilter_ipv4.h> and, since Linux 6.15, <linux/tcp.h>.
+_SO_ORIGINAL_DST, _TCP_RTO_MAX_MS = 80, 44
+_RTO_MAX_MS = 1000
 _PIECE = 1 << 20
 _RULES = """
 table ip proxy {
@@ -90,6 +91,9 @@ def _lead(client: socket.socket) -> None:
         return
     for end in (client, server):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # After a cut it must not wait for as long as the cut has lasted.
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
     back = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
     back.start()
     _pass_on(client, server)

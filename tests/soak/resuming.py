@@ -124,7 +124,7 @@ def live_on(rank: int, life: Life) -> dict[str, int]:
     journal, steps = Journal(life.directory, rank, life.generation), Steps(life.directory)
     with Stalls() as stalls:
         others = [worker_name(other) for other in range(life.world_size) if other != rank]
-        probes = [threading.Thread(target=probe, args=(to, journal, steps, stalls)) for to in others]
+        probes = [threading.Thread(target=probe, args=(to, life, journal, steps, stalls)) for to in others]
         for thread in probes:
             thread.start()
         left = live(rank, life)
@@ -133,15 +133,11 @@ def live_on(rank: int, life: Life) -> dict[str, int]:
     return left
 
 
-def is_running() -> bool:
-    return rpc.api._is_current_rpc_agent_set()
-
-
-def probe(to: str, journal: Journal, steps: Steps, stalls: Stalls) -> None:
+def probe(to: str, life: Life, journal: Journal, steps: Steps, stalls: Stalls) -> None:
     """Call a worker until the order to stop, and write down when each call was answered."""
     while not steps.is_done("stop"):
         time.sleep(_PROBE_EVERY_S)
-        if not is_running() or to not in {info.name for info in agent().get_worker_infos()}:
+        if not steps.is_done(f"joined {life} 0") or to not in {info.name for info in agent().get_worker_infos()}:
             continue
         began, before = time.monotonic(), stalls.seconds()
         try:

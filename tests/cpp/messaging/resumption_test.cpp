@@ -128,7 +128,32 @@ TEST_F(ResumptionTest, MissingMessagesAreSentAgainWhenThePeerAsks) {
   ASSERT_TRUE(received.accept(2));
   two_.messenger.postControl(two_.peer(0), {Kind::kReceived, 0, encodeReceived(received, true)});
   exchangeAll();
+  EXPECT_EQ(handlers_[0].takeNotes(), Notes{"broken 1"}) << "it has lost a message, and has delivered a later one";
+  wait();
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
+}
+
+// As UCX does when the receiver alone has lost its connection, and has closed its end.
+TEST_F(ResumptionTest, AnnouncementsThatAnEndpointDropsComeOverAnotherOne) {
+  post(Kind::kRequest, 1);
+  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+  exchangeAll();
+  reset(1);
+  exchangeAll();
+  ASSERT_EQ(notesOfTwo(), (Notes{"request 1", "broken 0"}));
+  wait();
+  network_.setFault([this](const wire::Header& header, SendMode mode) {
+    const bool isOfTheFirst = header.sourceRank == 0 && one_.peer(1).timesResumed.load() == 0;
+    return isOfTheFirst && mode == SendMode::kRendezvous ? Fate::kDrop : Fate::kDeliver;
+  });
+  post(Kind::kRequest, 2, kLarge);
+  post(Kind::kRequest, 3);
+  for (int round = 0; round < 40; ++round) {
+    wait();
+  }
+  EXPECT_EQ(notesOfTwo(), (Notes{"request 3", "request 2"}));
+  EXPECT_EQ(one_.peer(1).timesResumed.load(), 1u);
+  EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
 }
 
 TEST_F(ResumptionTest, AnAnswerAcknowledgesItsRequestAndAPauseTheAnswer) {

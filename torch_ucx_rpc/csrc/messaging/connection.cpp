@@ -55,7 +55,7 @@ void Connection::breakOff(const std::string& why) {
   failures = isUnproven ? failures + 1 : 0;
   roundsToResume = 1u << std::min(failures, kMaxDoublings);
   isUnproven = true;
-  outgoing.isBroken = false;
+  outgoing.whyBroken.clear();
   silence = {.isSuspect = true};
   if (!peer_.isResuming.exchange(true)) {
     whyBroken = why;

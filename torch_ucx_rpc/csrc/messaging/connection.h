@@ -143,7 +143,8 @@ class Connection {
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have
-    bool isBroken = false; // an operation has failed over the endpoint
+    uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before those from it on
+    std::string whyBroken; // the endpoint must be replaced, for this reason; empty while it is good
     size_t underWay = 0; // messages that the transport has not finished, or that wait for their turn
   } outgoing;
 
@@ -154,6 +155,7 @@ class Connection {
     uint64_t unnumbered = 0; // how many of these have come
     uint64_t unacknowledgedBytes = 0; // bytes of frames that came after the last acknowledgement left
     bool isOwing = false; // in Connections::owing
+    uint64_t lacked = 0; // what lacking() has returned when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
 
     uint64_t inFlightBytes = 0;
@@ -161,6 +163,12 @@ class Connection {
     bool isOldestsTurn = true;
     std::vector<Receiving::Entry> starting; // messages that wait for memory
     std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, the oldest first
+
+    // A frame that has not come though later ones have, and that is not announced. 0 is none.
+    uint64_t lacking() const {
+      const uint64_t first = received.firstMissing();
+      return first < received.next() && !announced.contains(first) ? first : 0;
+    }
 
     // The message whose part is received next: by turns the oldest message, and the one with the fewest parts left. So
     // small messages pass large ones, and large messages still get finished one after the other.
@@ -192,9 +200,13 @@ class Connection {
   unsigned roundsToResume = 0; // until another endpoint is made
   unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
 
+  // A frame that the peer may have to send again: one that has not come, after an endpoint of this worker has failed.
+  uint64_t lacking() const {
+    return peer_.timesResumed.load(std::memory_order_relaxed) == 0 ? 0 : incoming.lacking();
+  }
   // Whether Retries has something to do for it.
   bool mustRetry() const {
-    return state() == State::kResuming || !incoming.stalled.empty();
+    return state() == State::kResuming || !incoming.stalled.empty() || lacking() != 0;
   }
 
   // Whether a message to or from the peer waits for a device, whose work no event ends.

@@ -109,7 +109,13 @@ void Inbox::onReceived(Connection& from, std::span<const std::byte> body) {
     return; // the next one says as much
   }
   from.outgoing.kept.onReceived(received->frames);
-  from.outgoing.mustSendAgain |= received->mustSendAgain;
+  if (received->mustSendAgain) {
+    from.outgoing.mustSendAgain = true;
+    // The endpoint delivers later frames, and not those: the peer has given up its end, and UCX drops announcements.
+    if (received->frames.next() > from.outgoing.sentAgainBelow && received->frames.gaps() != 0) {
+      from.outgoing.whyBroken = "messages that left over it have not arrived";
+    }
+  }
   connections_.makeReady(from);
 }
 

@@ -24,6 +24,11 @@ class KeptMessages {
   // Keeps a message with numbers.
   void add(std::unique_ptr<OutgoingMessage> message);
 
+  // The number of the next frame.
+  uint64_t nextNumber() const {
+    return nextNumber_;
+  }
+
   // In the order of their numbers.
   const Messages& all() const {
     return messages_;

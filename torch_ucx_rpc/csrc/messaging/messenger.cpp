@@ -229,6 +229,9 @@ Timer::TimePoint Messenger::acknowledge(Timer::TimePoint /*now*/) {
       if (connection->incoming.unacknowledgedBytes != 0 && !lifetime_.isClosed()) {
         outbox_.acknowledge(*connection);
       }
+      if (connection->lacking() != 0) {
+        retries_.schedule();
+      }
     }
   });
   return Timer::kNever;

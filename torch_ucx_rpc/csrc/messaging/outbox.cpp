@@ -168,16 +168,16 @@ void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> me
 
 void Outbox::startDeferred(Connection& connection) {
   assertHoldsWorkerLock();
-  if (connection.outgoing.isBroken) {
+  if (const std::string why = std::exchange(connection.outgoing.whyBroken, {}); !why.empty()) {
     if (connection.state() == Connection::State::kOpen && connection.mayResume()) {
       transport_.abandon(*connection.endpoint());
-      connection.breakOff("an operation over it has failed");
+      connection.breakOff(why);
       events_.addBreak(connection.peer());
     }
-    connection.outgoing.isBroken = false;
   }
   if (std::exchange(connection.outgoing.mustSendAgain, false) && connection.state() == Connection::State::kOpen) {
     sendAgain(connection);
+    sendControl(connection.peer(), wire::Kind::kPong); // a later frame: see Outgoing::sentAgainBelow
   }
   if (connection.outgoing.kept.hasEnded()) {
     endKept(connection);
@@ -342,7 +342,7 @@ void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts,
   if (hasFailed && !message.error) {
     if (message.isKept && canLeave(connection) && !isFinal(error) && connection.mayResume()) {
       if (connection.endpoint() == endpoint) {
-        connection.outgoing.isBroken = true;
+        connection.outgoing.whyBroken = "an operation over it has failed";
         connections_.makeReady(connection);
       }
     } else {
@@ -464,6 +464,7 @@ void Outbox::sendAgain(Connection& connection) {
       sendFrames(connection, *message);
     }
   }
+  connection.outgoing.sentAgainBelow = connection.outgoing.kept.nextNumber();
 }
 
 void Outbox::acknowledge(Connection& connection, bool mustSendAgain) {

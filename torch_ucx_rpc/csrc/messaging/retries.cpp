@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <utility>
 
 namespace torch_ucx_rpc {
 
@@ -61,7 +62,11 @@ bool Retries::resume(Connection& connection) {
       (connection.roundsToResume == 0 || --connection.roundsToResume == 0)) {
     outbox_.resume(connection);
   }
-  const bool isStalled = !connection.incoming.stalled.empty();
+  const uint64_t lacking = connection.lacking();
+  if (std::exchange(connection.incoming.lacked, lacking) != lacking && connection.incoming.stalled.empty()) {
+    connection.roundsStalled = 0; // frames overtake each other
+  }
+  const bool isStalled = !connection.incoming.stalled.empty() || lacking != 0;
   if (isStalled && ++connection.roundsStalled % kRoundsToAsk == 0) {
     outbox_.acknowledge(connection, true);
   }
