@@ -196,6 +196,8 @@ class _History:
     def __init__(self, events: list[dict[str, Any]], timeline: list[dict[str, Any]], heartbeat_limit: float) -> None:
         self._limit = heartbeat_limit
         self._parted = [event for event in timeline if "parted" in event]
+        # Groups may leave out the workers of a host that nobody has lost (docs/reduction.md, docs/services.md).
+        self._left_out = [event for event in timeline if "left out" in event]
         self._timeline = timeline
         kills = {event["life"]: event for event in timeline if event["what"] == "kill"}
         self.memberships = []
@@ -241,9 +243,12 @@ class _History:
         if _TWO_PARSED in failure.text and _MAY_NOT_PARSE_TWICE:
             return "two threads of CPython parsed at once"
         if _STATE_IS_LOST.search(failure.text):
-            return self._why_state_is_lost(failure, event["among"][:2])
+            reason = self._why_state_is_lost(failure, event["among"][:2])
+            return reason or self._why_left_out(failure, failure.hosts)
         if _UNDECIDED.search(failure.text) and (reason := self._why_parted(failure, self._host_of.values())):
             return f"no epoch was in force; {reason}"
+        if _UNDECIDED.search(failure.text) and event.get("kind") in ("push", "name"):
+            return self._why_left_out(failure, self._host_of.values())
         return self.why_names_differ(event)
 
     def why_names_differ(self, event: dict[str, Any]) -> str:
@@ -325,6 +330,12 @@ class _History:
         for cut in self._parted:
             if cut["host"] in failure.hosts.union(hosts) and self._has_parted(cut, failure):
                 return f"a host was parted from the others: {cut['what']}"
+        return ""
+
+    def _why_left_out(self, failure: _Failure, hosts: Collection[str]) -> str:
+        for cut in self._left_out:
+            if cut["host"] in hosts and cut["left out"] <= failure.at and failure.began <= cut["until"] + self._limit:
+                return f"its group has left a host out: {cut['what']}"
         return ""
 
     def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:

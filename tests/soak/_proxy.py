@@ -84,16 +84,16 @@ def _lead(client: socket.socket) -> None:
     target = client.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16)
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, _MARK)
-    try:
-        server.connect((socket.inet_ntoa(target[4:8]), int.from_bytes(target[2:4], "big")))
-    except OSError:
-        client.close()
-        return
     for end in (client, server):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # After a cut it must not wait for as long as the cut has lasted.
         with contextlib.suppress(OSError):
             end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
+    try:
+        server.connect((socket.inet_ntoa(target[4:8]), int.from_bytes(target[2:4], "big")))
+    except OSError:
+        client.close()
+        return
     back = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
     back.start()
     _pass_on(client, server)
