@@ -274,6 +274,19 @@ def test_training_goes_on_from_the_latest_state_left() -> None:
     assert opening.recipients == ("t0", "t1", "t2")
 
 
+def test_gradients_of_the_committed_step_make_no_quorum() -> None:
+    # In the former epoch, t0 has all means of step 4, which the decider has closed, and t1 has applied it.
+    reports = {
+        "t0": Report(1, step=4, committed=66, prepared=77, is_ready=True, quorum=1),
+        "t1": Report(1, step=5, committed=77, quorum=1),
+    }
+    ledger = Ledger("model", 2, {"t0": 0, "t1": 1}, SPEC, ("host",), reports["t0"], left=set())
+    ledger.resume(reports, ())
+    assert (ledger.openings[-1].step, ledger.openings[-1].contributors) == (5, ())
+    ledger.update("t1", reports["t1"]._replace(number=2, is_ready=True))
+    assert ledger.openings[-1].contributors == ("t1",)
+
+
 def test_a_report_that_comes_after_the_leave_is_answered() -> None:
     members = tuple(Member(rank, f"t{rank}", 100 + rank) for rank in range(2))
     decider = Decider(Epoch(1, members, members[0]), None)

@@ -240,7 +240,9 @@ class Ledger:
             return
         else:
             counting = trainers.keys() - late
-            ready = {name for name in counting & holders if trainers[name].is_ready}
+            # A trainer that is to apply the committed step has its gradients of that one.
+            present = {name for name in counting & holders if trainers[name].step in (self._step, NEVER)}
+            ready = {name for name in present if trainers[name].is_ready}
             is_enough = len(ready) >= (len(counting) if self._step < self._whole else min(self.quorum, len(counting)))
             contributors = ready if is_enough else set()
             recipients = ready | late if is_enough else holders | takers - late

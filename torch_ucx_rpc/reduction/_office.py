@@ -86,7 +86,9 @@ class Office:
         self._decider: Decider | None = None
         # Messages for an epoch that this worker has not entered, or does not decide yet.
         self._early: list[tuple[int, bool, Callable[[], None]]] = []
+        # When this worker comes back to the group. It waits longer each time, until it has been in for _MOST_S.
         self._coming_back_s = _COMING_BACK_S
+        self._came_at = 0.0
         self._looks_again = False
         self._called_back = 0.0
         self.group = members.group("reduction")
@@ -98,7 +100,9 @@ class Office:
         with self.changed:
             if epoch.number <= self._number():
                 return
-            self.epoch = epoch
+            was_in, self.epoch = self._is_in(), epoch
+            if not was_in:
+                self._came_at = time.monotonic()
             self._dropped.clear()
             if self._decider is not None:
                 self._decider.end()
@@ -117,6 +121,8 @@ class Office:
             self._call(epoch.decider.name, _come)
         else:
             # A trainer that needs it comes back at once, through `keep_in`.
+            if time.monotonic() - self._came_at > _MOST_S:
+                self._coming_back_s = _COMING_BACK_S
             delay, self._coming_back_s = self._coming_back_s, min(2 * self._coming_back_s, _MOST_S)
             self._later(delay, self.keep_in)
 
