@@ -311,6 +311,13 @@ def test_a_majority_or_the_decider_goes_on(size: int, away: set[int], goes_on: s
         assert line[rank].is_out
 
 
+def test_a_silent_member_is_out_after_the_limit() -> None:
+    line = Line(3)
+    line.away = {line.members[2]}
+    line.wait(1.3 * LIMIT)
+    assert line.ranks(0) == line.ranks(1) == [0, 1]
+
+
 def test_a_deciders_death_beside_a_hung_member_costs_the_limit() -> None:
     line = Line(4)
     line.away = {line.members[3]}

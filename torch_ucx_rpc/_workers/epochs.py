@@ -449,7 +449,7 @@ class Epochs:
             if one in votes or one in self.dead:
                 continue
             # A lease that this decider has given is to run out first. A newcomer has some time to answer.
-            since = max(attempt.since, self._granted.get(one, attempt.since)) if leads else attempt.since
+            since = self._granted.get(one, attempt.since) if leads else attempt.since
             if now - since <= (self.limit if leads else PATIENCE * self.limit):
                 return
         if self._is_quorum(votes, now):
