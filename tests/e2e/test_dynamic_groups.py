@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -344,29 +345,65 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
     rpc.shutdown()
 
 
-def test_a_worker_that_cannot_be_reached_at_once_is_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"reconnect_limit": 0}], ids=["default", "no_reconnect"])
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "no_route"])
+def test_a_join_outlasts_a_cut(tmp_path: Path, is_cut: bool, options: dict[str, Any]) -> None:
     needs_virtual_hosts()
-    with VirtualHosts(["a", "b"]) as hosts:
-        arguments = (Steps(tmp_path), tmp_path / "store", hosts[0].address)
-        workers.run_workers(2, join_past_an_obstacle, *arguments, hosts=hosts, init=False)
+    with VirtualHosts(["a", "b"]) as hosts, Fate(hosts) as fate:
+        route = None if is_cut else ["unreachable", hosts[0].address]
+        arguments = (Steps(tmp_path), tmp_path / "store", fate, route, options)
+        workers.run_workers(2, join_in_a_cut, *arguments, hosts=hosts, init=False)
 
 
-def join_past_an_obstacle(rank: int, steps: Steps, file: Path, address: str) -> None:
+def join_in_a_cut(
+    rank: int, steps: Steps, file: Path, fate: Fate, route: list[str] | None, options: dict[str, Any]
+) -> None:
     if rank == 1:
         steps.wait_for("joined 0")
-        # Connections fail at once, as on a host whose network is just coming back.
-        subprocess.run(["ip", "route", "add", "unreachable", address], check=True)
-        way = threading.Timer(0.4, subprocess.run, [["ip", "route", "del", "unreachable", address]])
-        way.start()
-        dynamic_group._DOUBTED_S = 10.0  # on a busy machine the network may take longer than a second
-    join(rank, rpc_backend_options=backend_options(init_method=file.as_uri()))
+        if route is None:
+            fate.of("a", "cut_for", 4)
+        else:
+            # Connections fail at once, as on a host whose network is just coming back.
+            subprocess.run(["ip", "route", "add", *route], check=True)
+            threading.Timer(4, subprocess.run, [["ip", "route", "del", *route]]).start()
+    join(rank, rpc_backend_options=backend_options(init_method=file.as_uri(), **options))
+    assert rank == 0 or present() == {"worker0", "worker1"}, "a join waits as a call does"
     steps.done(f"joined {rank}")
     steps.wait_for("joined 0", "joined 1")
-    eventually(lambda: present() == {"worker0", "worker1"}, "both are there")
+    assert present() == {"worker0", "worker1"}
     assert_answers(1 - rank)
     steps.done(f"called {rank}")
     steps.wait_for("called 0", "called 1")
     rpc.shutdown()
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "no_route"])
+def test_a_join_ends_when_a_silent_member_is_lost(tmp_path: Path, is_cut: bool) -> None:
+    needs_virtual_hosts()
+    with VirtualHosts(["a", "b"]) as hosts, Fate(hosts) as fate:
+        route = None if is_cut else ["unreachable", hosts[0].address]
+        arguments = (Steps(tmp_path), tmp_path / "store", fate, route)
+        workers.run_workers(2, join_beside_a_silent_one, *arguments, hosts=hosts, init=False)
+
+
+def join_beside_a_silent_one(rank: int, steps: Steps, file: Path, fate: Fate, route: list[str] | None) -> None:
+    if rank == 1:
+        steps.wait_for("joined 0")
+        if route is None:
+            fate.of("a", "cut")
+        else:
+            subprocess.run(["ip", "route", "add", *route], check=True)
+    began = time.monotonic()
+    options = {"init_method": file.as_uri(), "heartbeat_limit": 1, "reconnect_limit": 2}
+    join(rank, rpc_backend_options=backend_options(**options))
+    assert rank == 0 or 2 < time.monotonic() - began < 30
+    assert present() == {f"worker{rank}"}
+    if rank == 1:
+        with pytest.raises(WorkerLost, match=r"no sign of life .*reconnect_limit 2\.0 s"):
+            rpc.rpc_sync("worker0", os.getpid)
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 0", "joined 1")
+    rpc.shutdown(graceful=False)
 
 
 def test_a_worker_that_joins_again_has_no_contexts_from_before(run_workers: RunWorkers, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_calls_to_a_killed_process_fail_within_a_second",
             "test_a_silent_host_is_lost_after_the_limit",
         ),
-        "Answers and barriers that arrived before a death still count": (
+        "Answers and barriers that arrived before a death count": (
             "DispatchOrderTest",
             "FailureTakesItsTurnAfterEverythingThatHasArrived",
             "tests/conformance",
@@ -118,8 +118,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "HardshipTest",
         ),
         "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
-        "A cut does not change the list of members": ("test_a_cut_removes_no_member_from_the_list",),
-        "so workers that were cut off can join again": ("test_a_cut_removes_no_member_from_the_list",),
+        "Workers that were cut off can join again": ("test_a_cut_removes_no_member_from_the_list",),
+        "A join waits for members beyond a cut": (
+            "test_a_join_outlasts_a_cut",
+            "test_a_join_ends_when_a_silent_member_is_lost",
+            "test_a_silent_member_is_waited_for_while_others_have_it",
+        ),
         "A tensor that takes longer than the limit": ("test_tensor_slower_than_the_limit_delays_no_small_call",),
         "A worker that holds the GIL, or whose handlers all block": (
             "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",

@@ -15,14 +15,16 @@ from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup
 from torch_ucx_rpc._bootstrap.member_list import MemberList
 from torch_ucx_rpc._bootstrap.record import Record
+from torch_ucx_rpc.errors import JoinTimedOut
 
 from .test_members import record
 
 
-class AgentThatReachesNoMember:
-    """Has lost all members that it asks for admission. Like the C++ agent, it refuses two workers of one rank."""
+class FakeAgent:
+    """No member admits it, and it has lost all but the silent ones. It refuses two workers of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent: Sequence[Record] = ()) -> None:
+        self.silent = [SimpleNamespace(id=one.rank) for one in silent]
         self.ranks: dict[int, int] = {}
 
     def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None:
@@ -33,36 +35,43 @@ class AgentThatReachesNoMember:
         assert self.ranks.keys() >= {*members}
 
     def _remove_member(self, session: int) -> None:
-        self.ranks.pop(session, None)
+        rank = self.ranks.pop(session, None)
+        self.silent = [one for one in self.silent if one.id != rank]
 
     def get_worker_infos(self) -> list[Any]:
-        return []
+        return self.silent
 
-    _unacknowledged = get_worker_infos
+    _unadmitted = get_worker_infos
 
     def _set_membership(self, *callbacks: Callable[..., None], **key: bytes) -> None: ...
-    def _lose_member(self, session: int) -> None: ...
 
 
-def test_a_lost_member_is_not_asked_after_another_took_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_member_is_not_asked_after_another_took_its_rank() -> None:
     store, elsewhere = HashStore(), "another machine"
     MemberList(store, lost := record(1, 0, boot_id=elsewhere), None).add()
-    agent = AgentThatReachesNoMember()
+    agent = FakeAgent()
     group = DynamicGroup(store, record(0, 0), agent, None)
     group.enter()
-
-    def replace_the_lost(_: str) -> bool:
-        # Another thread may do this while the present one looks at the list.
-        successor = SimpleNamespace(place="member/7", record=record(1, 0, boot_id=elsewhere).to_values())
-        if lost.session in agent.ranks:
-            group._admit(json.dumps(vars(successor)))
-        return True
-
-    monkeypatch.setattr(dynamic_group, "_TRY_AGAIN_S", 1e-6)
-    monkeypatch.setattr(group, "_is_listed", replace_the_lost)
+    successor = SimpleNamespace(place="member/7", record=record(1, 0, boot_id=elsewhere).to_values())
+    group._admit(json.dumps(vars(successor)))
     group.meet(Deadline(10))
     assert lost.session not in agent.ranks
     assert group.replaced == {(lost.name, lost.session)}
+
+
+@pytest.mark.parametrize("fate", ["leaves", "is lost by others"])
+def test_a_silent_member_is_waited_for_while_others_have_it(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_group, "_DOUBTED_S", 0.001)
+    store = HashStore()
+    others = MemberList(store, silent := record(1, 0, boot_id="another machine"), None)
+    place = others.add()
+    agent = FakeAgent([silent])
+    group = DynamicGroup(store, record(0, 0), agent, None)
+    group.enter()
+    with pytest.raises(JoinTimedOut, match=silent.name):
+        group.meet(Deadline(0.1))
+    others.replace(place, None if fate == "leaves" else silent._replace(in_doubt=True))
+    group.meet(Deadline(10))
 
 
 def test_of_two_entries_of_one_name_the_earlier_is_replaced() -> None:
@@ -70,7 +79,7 @@ def test_of_two_entries_of_one_name_the_earlier_is_replaced() -> None:
     first, second = (record(1, 0, boot_id=elsewhere, in_doubt=True) for _ in range(2))
     for one in (first, second):
         MemberList(store, one, None).add()
-    agent = AgentThatReachesNoMember()
+    agent = FakeAgent()
     group = DynamicGroup(store, record(0, 0), agent, None)
     group.enter()
     assert group.replaced == {(first.name, first.session)}

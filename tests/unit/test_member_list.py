@@ -134,5 +134,5 @@ def test_a_worker_that_left_stays_off_the_list(store: Store) -> None:
     own, place, _ = join(store, 0)
     own.strike(place)
     own.replace(place, record(0, 0, in_doubt=True))
-    assert not own.has(place)
+    assert own.at(place) is None
     assert own.present() == []

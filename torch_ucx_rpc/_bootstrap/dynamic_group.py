@@ -5,10 +5,12 @@ ones. It asks each of those workers, over UCX, to admit it. Later workers will a
 join at the same time the later one asks the earlier one. The Store is needed for joining only: its host may leave the
 group, and even end, without harm to members. In a job with a secret announcements are authenticated, as the list is.
 
-When a cable is cut, the workers on either side lose the others, and each of them may write that into the list. So a
-worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or its name. A worker
-that joins asks doubtful members too, but does not wait long for them, and for that time tries again to reach those that
-it cannot reach: the network may be just coming back.
+A worker asks each member until that answers, or is lost as it would be to a call. A cut makes a join take time, and
+both know each other in the end.
+
+After a cut of more than ``reconnect_limit`` the workers on either side lose the others, and each of them may write that
+into the list. So a worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or
+its name. A worker that joins asks doubtful members too, but does not wait long for them.
 """
 
 # mypy: allow-untyped-calls
@@ -36,10 +38,8 @@ from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 # The key in the Store for rank 0 of a group with a size.
 _STATIC = "torch_ucx_rpc/static"
 
-# Seconds for members in doubt to admit a worker that joins: living ones do so within milliseconds. Unreachable members
-# are tried this often in that time.
+# Seconds for members in doubt to admit a worker that joins: living ones do so within milliseconds.
 _DOUBTED_S = 1.0
-_TRY_AGAIN_S = 0.2
 
 
 class Agent(Protocol):
@@ -51,8 +51,7 @@ class Agent(Protocol):
         self, on_join: Callable[[str], None], on_lost: Callable[[int], None], join_key: bytes
     ) -> None: ...
     def _announce_join(self, record: str, members: Sequence[int]) -> None: ...
-    def _unacknowledged(self) -> list[WorkerInfo]: ...
-    def _lose_member(self, session: int) -> None: ...
+    def _unadmitted(self) -> list[WorkerInfo]: ...
     def _remove_member(self, session: int) -> None: ...
 
 
@@ -121,33 +120,27 @@ class DynamicGroup:
     def meet(self, deadline: Deadline) -> None:
         """Wait until all earlier members have admitted this worker, whose agent is running now.
 
-        Members that are in doubt, or cannot be reached, do not count. Raises JoinTimedOut at the deadline.
+        Members that are lost do not count, nor, after a second, those in doubt. Raises JoinTimedOut at the deadline.
         """
         agent = self._running_agent()
         announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
-        patience, pause = Deadline(_DOUBTED_S), Deadline(_TRY_AGAIN_S)
-        tried_again: dict[str, Record] = {}
-        self._announce(announcement, self._earlier)
+        patience = Deadline(_DOUBTED_S)
+        # Hold the lock: `_admit`, on another thread, may give a member's rank to its successor.
+        with self._lock:
+            sessions = [record.session for place, record in self._earlier.items() if place in self._members]
+            agent._announce_join(announcement, sessions)
         for is_over in ask_again(len(self._earlier), deadline):
             # This question comes first: a member that is lost in between has not admitted this worker.
-            silent = {info.id for info in agent._unacknowledged()}
+            silent = {info.id for info in agent._unadmitted()}
             present = {info.id for info in agent.get_worker_infos()}
             with self._lock:
                 earlier = {place: record for place, record in self._earlier.items() if place in self._members}
             self._trust(place for place, record in earlier.items() if record.rank in present - silent)
-            waited_for = {place: record for place, record in earlier.items() if record.rank in silent}
-            lost = {
+            waited_for = {
                 place: record
                 for place, record in earlier.items()
-                if record.rank not in present | silent and not record.has_ended_beside(self._own)
+                if record.rank in silent and not (place in self._doubted and patience.passed())
             }
-            if patience.passed():
-                for place in waited_for.keys() & tried_again.keys():
-                    # That member has lost this worker too, and does not take the same session in again.
-                    agent._lose_member(waited_for.pop(place).session)
-                waited_for = {place: record for place, record in waited_for.items() if place not in self._doubted}
-            else:
-                waited_for |= lost
             if not waited_for:
                 break
             if is_over:
@@ -158,18 +151,7 @@ class DynamicGroup:
                     timeout=deadline.timeout,
                     missing=tuple(sorted(record.rank for record in waited_for.values())),
                 )
-            self._remove(place for place in waited_for if not self._is_listed(place))
-            if pause.passed() and not patience.passed():
-                pause = Deadline(_TRY_AGAIN_S)
-                tried_again |= lost
-                self._doubted.update(lost)
-                self._announce(announcement, lost)
-
-    def _announce(self, announcement: str, members: dict[str, Record]) -> None:
-        # Hold the lock: `_admit`, on another thread, may give a member's rank to its successor.
-        with self._lock:
-            sessions = [record.session for place, record in members.items() if place in self._members]
-            self._running_agent()._announce_join(announcement, sessions)
+            self._look_up(waited_for)
 
     def leave(self) -> None:
         """Take this worker off the list, if it is on the list and the Store still exists."""
@@ -223,12 +205,15 @@ class DynamicGroup:
             self._doubted.discard(place)
             self._replace(place, self._earlier[place]._replace(in_doubt=False))
 
-    def _is_listed(self, place: str) -> bool:
-        """Return False if the member has left; True also if the Store has ended."""
-        is_listed = True
+    def _look_up(self, places: Iterable[str]) -> None:
+        """Drop members that have left the list, and doubt those that others have lost since."""
         with self._expendable.attempt():
-            is_listed = self._list.has(place)
-        return is_listed
+            for place in places:
+                record = self._list.at(place)
+                if record is None:
+                    self._remove([place])
+                elif record.in_doubt:
+                    self._doubted.add(place)
 
     def _replace(self, place: str, record: Record | None) -> None:
         # Without the Store no worker can read the list either.

@@ -83,9 +83,9 @@ class MemberList:
         places = map(_place, self._positions(self._store.add(_ARRIVALS, 0)))
         return list(self._read([place for place in places if self._store.check([place])]).values())
 
-    def has(self, place: str) -> bool:
-        """Tell whether the member has not left."""
-        return bool(self._store.get(place))
+    def at(self, place: str) -> Record | None:
+        """Return the record at a place; None if the member has left."""
+        return self._read([place]).get(place)
 
     def strike(self, place: str) -> None:
         """Empty a place that has a record."""

@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <stdexcept>
 #include <vector>
 
@@ -56,22 +57,6 @@ TEST_F(ConnectionTest, IsOpenWhileItHasAnEndpoint) {
   EXPECT_EQ(connection.state(), State::kOpen);
 }
 
-TEST_F(ConnectionTest, JoinsUntilThePeerAdmitsThisWorker) {
-  Connection& connection = connections_.of(peer_);
-  connection.transition(Event::kAsked);
-  connect(connection);
-  EXPECT_EQ(connection.state(), State::kJoining);
-  disconnect(connection);
-  EXPECT_EQ(connection.state(), State::kJoining);
-  connection.transition(Event::kAdmitted);
-  EXPECT_EQ(connection.state(), State::kUnmet);
-  connect(connection);
-  connection.transition(Event::kAsked);
-  EXPECT_EQ(connection.state(), State::kJoining);
-  connection.transition(Event::kAdmitted);
-  EXPECT_EQ(connection.state(), State::kOpen);
-}
-
 TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
   Connection& connection = connections_.of(peer_);
   connect(connection);
@@ -83,8 +68,6 @@ TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
   EXPECT_FALSE(connection.endpoint().has_value());
   EXPECT_TRUE(connection.mustRetry());
   EXPECT_EQ(connection.roundsToResume, 1u);
-  connection.transition(Event::kAdmitted);
-  EXPECT_EQ(connection.state(), State::kResuming) << "there is no endpoint yet";
   for (int failure = 1; failure < 20; ++failure) { // without a message over any of them
     connect(connection, 1);
     EXPECT_EQ(connection.state(), State::kOpen);
@@ -92,8 +75,29 @@ TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
     EXPECT_EQ(connection.roundsToResume, failure < 5 ? 1u << failure : 32u);
   }
   EXPECT_EQ(peer_.timesResumed.load(), 1u);
-  connection.transition(Event::kAsked);
-  EXPECT_FALSE(connection.mayResume()) << "the peer knows nothing of this worker";
+}
+
+TEST_F(ConnectionTest, ResumesToJoinEvenWhereCallsDoNotOutlastABreak) {
+  Connection& connection = connections_.of(peer_);
+  peer_.isEndSeen.store(true);
+  EXPECT_FALSE(connection.mayResume());
+  peer_.hasAdmitted.store(false);
+  EXPECT_TRUE(connection.isJoining() && connection.mayResume());
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
+  EXPECT_FALSE(connection.isJoining() || connection.mayResume());
+}
+
+TEST_F(ConnectionTest, SilenceLastsWhileEndpointsFailInARow) {
+  Connection& connection = connections_.of(peer_);
+  connect(connection);
+  connection.silence.lasted = std::chrono::milliseconds(5);
+  connection.breakOff("a reset");
+  EXPECT_EQ(connection.silence.lasted.count(), 0) << "it was well until then";
+  connection.silence.lasted = std::chrono::milliseconds(9000);
+  connect(connection);
+  connection.breakOff("its host cannot be reached");
+  EXPECT_EQ(connection.silence.lasted.count(), 9000);
+  EXPECT_TRUE(connection.silence.isSuspect);
 }
 
 TEST_F(ConnectionTest, IsClosedForGoodWhenThePeerIsGone) {
@@ -103,8 +107,7 @@ TEST_F(ConnectionTest, IsClosedForGoodWhenThePeerIsGone) {
   EXPECT_EQ(connection.state(), State::kOpen) << "it still answers";
   ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
   EXPECT_EQ(connection.state(), State::kClosed);
-  connection.transition(Event::kAsked);
-  connection.transition(Event::kAdmitted);
+  connection.transition(Event::kBroken);
   EXPECT_EQ(connection.state(), State::kClosed);
   disconnect(connection);
   connect(connection);

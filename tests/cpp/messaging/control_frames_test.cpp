@@ -49,6 +49,7 @@ class Heard final : public Handlers {
 
 TEST(ControlFramesTest, FramesWithoutABodyReachTheirHandlers) {
   EXPECT_EQ(Heard({Kind::kGoodbye}).notes, Notes{"goodbye 0"});
+  EXPECT_EQ(Heard(goodbyeToLost()).notes, Notes{"failure: it has lost this worker, which was silent 0"});
   EXPECT_EQ(Heard({Kind::kLeave}).notes, Notes{"leave 0"});
   EXPECT_EQ(Heard({Kind::kAcknowledge}).notes, Notes{"acknowledge 0"});
   EXPECT_EQ(Heard({Kind::kTaken, 70}).notes, Notes{"taken 70"});

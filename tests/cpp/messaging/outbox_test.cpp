@@ -43,6 +43,10 @@ class OutboxTest : public testing::Test {
   void send(Kind kind, uint64_t callId, size_t bodyBytes = 1, Peer* to = nullptr) {
     outbox_.send(message(kind, callId, bodyBytes, {}, to));
   }
+  void askToAdmit(Peer& peer) {
+    peer.hasAdmitted.store(false);
+    send(Kind::kJoin, 0, 1, &peer);
+  }
   // Sends a body that waits here until the peer fetches it.
   void sendLarge(Kind kind, uint64_t callId, Peer* to = nullptr) {
     send(kind, callId, kLarge, to);
@@ -356,7 +360,7 @@ TEST_F(OutboxTest, RequestThatHasNotLeftCanBeGivenUp) {
 }
 
 TEST_F(OutboxTest, RequestThatWaitsToBeAdmittedCanBeGivenUp) {
-  send(Kind::kJoin, 0);
+  askToAdmit(peer_);
   send(Kind::kRequest, 1);
   send(Kind::kRequest, 2);
   EXPECT_TRUE(outbox_.cancel(peer_, 1));
@@ -376,7 +380,7 @@ TEST_F(OutboxTest, AnswerIsNotGivenUpWithACall) {
 }
 
 TEST_F(OutboxTest, PeerThatIsAskedToAdmitUsGetsNothingElseUntilItHas) {
-  send(Kind::kJoin, 0);
+  askToAdmit(peer_);
   EXPECT_EQ(transport_.sent.back().header.kind, Kind::kJoin);
   send(Kind::kRequest, 1);
   sendLarge(Kind::kRequest, 2);
@@ -390,7 +394,7 @@ TEST_F(OutboxTest, PeerThatIsAskedToAdmitUsGetsNothingElseUntilItHas) {
 }
 
 TEST_F(OutboxTest, GoodbyeDoesNotWaitToBeAdmitted) {
-  send(Kind::kJoin, 0);
+  askToAdmit(peer_);
   send(Kind::kGoodbye, 0);
   EXPECT_EQ(transport_.sent.back().header.kind, Kind::kGoodbye);
 }
@@ -398,18 +402,18 @@ TEST_F(OutboxTest, GoodbyeDoesNotWaitToBeAdmitted) {
 TEST_F(OutboxTest, EverythingToAPeerThatIsGoneEnds) {
   fill(Kind::kRequest, 100);
   sendLarge(Kind::kRequest, 200);
-  send(Kind::kJoin, 0, 1, &other_);
+  askToAdmit(other_);
   send(Kind::kRequest, 300, 1, &other_);
   (void)events_.take();
   ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
   ASSERT_TRUE(other_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "so did this"}));
+  const EndpointId endpoint = *connections_.of(peer_).endpoint();
+  const EndpointId others = *connections_.of(other_).endpoint();
   outbox_.abandon(peer_);
-  EXPECT_EQ(transport_.abandoned, std::vector<EndpointId>{*connections_.of(peer_).endpoint()});
+  EXPECT_EQ(transport_.abandoned, std::vector<EndpointId>{endpoint});
   EXPECT_EQ(events_.take(), Notes{"request not sent: it died 200"});
   outbox_.abandon(other_);
-  EXPECT_EQ(
-      transport_.abandoned,
-      (std::vector<EndpointId>{*connections_.of(peer_).endpoint(), *connections_.of(other_).endpoint()}));
+  EXPECT_EQ(transport_.abandoned, (std::vector<EndpointId>{endpoint, others}));
   EXPECT_EQ(events_.take(), Notes{"request not sent: so did this 300"}) << "it will not be admitted";
   EXPECT_EQ(outbox_.underWay(), 0u) << "messages to peers that are gone do not count";
   EXPECT_EQ(transport_.sent.size(), kMost + 1) << "the transport releases the others when it can";
@@ -418,7 +422,7 @@ TEST_F(OutboxTest, EverythingToAPeerThatIsGoneEnds) {
 TEST_F(OutboxTest, EverythingFailsOnceItIsClosed) {
   fill(Kind::kRequest, 100);
   sendLarge(Kind::kRequest, 200);
-  send(Kind::kJoin, 0, 1, &other_);
+  askToAdmit(other_);
   send(Kind::kRequest, 300, 1, &other_);
   outbox_.close();
   const Notes closed = events_.take();

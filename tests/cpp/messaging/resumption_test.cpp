@@ -238,6 +238,34 @@ TEST_F(ResumptionTest, PeerThatMayNotBeResumedIsLostAtAReset) {
       handlers_[0].takeNotes(), Notes{"failure: loopback: '" + memberOf(1).address + "' has reset the connection 1"});
 }
 
+TEST_F(ResumptionTest, JoinLeavesOverEachEndpointUntilThePeerAdmitsThisWorker) {
+  one_.peer(1).mayResume.store(false);
+  one_.peer(1).isEndSeen.store(true);
+  one_.peer(1).hasAdmitted.store(false);
+  two_.messenger.acceptJoins({});
+  const Notes join{"join " + std::to_string(one_.identity.session)};
+  one_.messenger.postControl(one_.peer(1), {Kind::kJoin});
+  post(Kind::kRequest, 1);
+  reset(0);
+  exchangeAll();
+  EXPECT_EQ(notesOfTwo(), Notes{}) << "the reset has lost the join";
+  EXPECT_EQ(handlers_[0].takeNotes(), Notes{"broken 1"});
+  EXPECT_EQ(one_.messenger.traffic().underWay, 0u) << "a worker that leaves does not wait for it";
+  wait();
+  EXPECT_EQ(notesOfTwo(), join) << "and nothing else";
+  reset(0);
+  exchangeAll();
+  wait();
+  wait(); // it is slower after each failure in a row
+  EXPECT_EQ(notesOfTwo(), join);
+  one_.messenger.onAdmitted(one_.peer(1));
+  exchangeAll();
+  EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
+  reset(0);
+  exchangeAll();
+  EXPECT_EQ(handlers_[0].takeNotes().back().substr(0, 7), "failure") << "calls to it do not outlast a reset";
+}
+
 TEST(FailedMessageTest, PongsTakeThePlaceOfFramesThatNeverLeave) {
   LoopbackNetwork network;
   network.refuseDeviceMemory({ErrorCode::kDeviceFailed, "the device is broken"});

@@ -33,7 +33,7 @@ class DynamicGroupTest : public AgentTest {
   }
 
   bool isAdmitted(worker_id_t rank) {
-    return eventually([&] { return agent(rank).group().unacknowledged().empty(); });
+    return eventually([&] { return agent(rank).group().unadmitted().empty(); });
   }
 
   std::vector<uint64_t> lostBy(worker_id_t rank) {
@@ -77,9 +77,9 @@ TEST_F(DynamicGroupTest, WorkerThatIsNotAdmittedWaits) {
   join(0, {});
   refused_ = "1";
   join(1, {0});
-  EXPECT_FALSE(eventually([&] { return agent(1).group().unacknowledged().empty(); }, milliseconds(200)));
-  ASSERT_EQ(agent(1).group().unacknowledged().size(), 1u);
-  EXPECT_EQ(agent(1).group().unacknowledged()[0].name_, "w0");
+  EXPECT_FALSE(eventually([&] { return agent(1).group().unadmitted().empty(); }, milliseconds(200)));
+  ASSERT_EQ(agent(1).group().unadmitted().size(), 1u);
+  EXPECT_EQ(agent(1).group().unadmitted()[0].name_, "w0");
   EXPECT_EQ(agent(0).getWorkerInfos().size(), 1u);
 }
 
@@ -115,7 +115,7 @@ TEST_F(DynamicGroupTest, StaticGroupsAdmitNoWorker) {
   agent(2).start();
   agent(2).group().announceJoin("2", {agent(0).session()});
   ASSERT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 1; }));
-  EXPECT_EQ(agent(2).group().unacknowledged().size(), 1u);
+  EXPECT_EQ(agent(2).group().unadmitted().size(), 1u);
   EXPECT_THROW((void)agent(0).getWorkerInfo(2), std::runtime_error);
 }
 
@@ -235,7 +235,7 @@ TEST_F(DynamicGroupTest, MemberThatIsRemovedIsNotWaitedFor) {
   join(1, {0});
   const Future future = call(1, 0, "?");
   agent(1).group().removeMember(agent(0).session());
-  EXPECT_TRUE(agent(1).group().unacknowledged().empty());
+  EXPECT_TRUE(agent(1).group().unadmitted().empty());
   EXPECT_TRUE(contains(failure(future), "has left the group"));
   EXPECT_THROW((void)agent(1).getWorkerInfo(0), std::runtime_error);
 }

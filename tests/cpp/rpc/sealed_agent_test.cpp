@@ -248,7 +248,7 @@ TEST_F(SealedJoinTest, WorkerWithTheSecretIsAdmitted) {
   agent(1).group().addMembers(asToldTo(1, {selfOf(0)}));
   agent(1).start();
   agent(1).group().announceJoin("record", {agent(0).session()});
-  EXPECT_TRUE(eventually([&] { return agent(1).group().unacknowledged().empty(); }));
+  EXPECT_TRUE(eventually([&] { return agent(1).group().unadmitted().empty(); }));
   EXPECT_EQ(textOf(*answer(call(1, 0, "ok"))), "ok");
   EXPECT_EQ(textOf(*answer(call(0, 1, "ok"))), "ok");
   EXPECT_EQ(joins_.load(), 1);

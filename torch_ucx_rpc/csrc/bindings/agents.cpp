@@ -299,12 +299,7 @@ void bindAgents(py::module_& module) {
           py::arg("members"),
           NoGil())
       .def(
-          "_unacknowledged", [](UcxRpcAgent& agent) { return agent.group().unacknowledged(); }, NoGil())
-      .def(
-          "_lose_member",
-          [](UcxRpcAgent& agent, uint64_t session) { agent.group().loseMember(session); },
-          py::arg("session"),
-          NoGil())
+          "_unadmitted", [](UcxRpcAgent& agent) { return agent.group().unadmitted(); }, NoGil())
       .def(
           "_remove_member",
           [](UcxRpcAgent& agent, uint64_t session) { agent.group().removeMember(session); },

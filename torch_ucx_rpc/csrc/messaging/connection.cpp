@@ -24,22 +24,11 @@ Connection::Connection(Peer& peer) : peer_(peer) {
 void Connection::transition(Event event) {
   assertHoldsWorkerLock();
   switch (event) {
-    case Event::kAsked:
-      state_ = State::kJoining;
-      return;
     case Event::kBroken:
       state_ = State::kResuming;
       return;
     case Event::kConnected:
     case Event::kDisconnected:
-      if (state_ == State::kJoining) {
-        return;
-      }
-      [[fallthrough]];
-    case Event::kAdmitted:
-      if (state_ == State::kResuming && !endpoint().has_value()) {
-        return;
-      }
       state_ = endpoint().has_value() ? State::kOpen : State::kUnmet;
   }
 }
@@ -53,10 +42,11 @@ void Connection::breakOff(const std::string& why) {
   path().endpoint.reset();
   transition(Event::kBroken);
   failures = isUnproven ? failures + 1 : 0;
+  // Endpoints that fail, as of a host that cannot be reached, are no signs of life.
+  silence = {.isSuspect = true, .lasted = isUnproven ? silence.lasted : std::chrono::milliseconds(0)};
   roundsToResume = 1u << std::min(failures, kMaxDoublings);
   isUnproven = true;
   outgoing.whyBroken.clear();
-  silence = {.isSuspect = true};
   if (!peer_.isResuming.exchange(true)) {
     whyBroken = why;
     peer_.timesResumed.fetch_add(1, std::memory_order_relaxed);

@@ -63,29 +63,26 @@ struct OutgoingLoad {
 // transition() alone changes the state, except that the end of the peer, which any thread may note in Peer::moveTo(),
 // closes the connection at once and for good:
 //
-//   state      means                                               event                        next
-//   kUnmet     there is no endpoint; the next message makes one    kConnected                   kOpen
-//   kOpen      messages leave over the endpoint                    kDisconnected                kUnmet
-//                                                                  kBroken                      kResuming
-//   kResuming  the endpoint has failed, and the peer may be well:  kConnected                   kOpen
+//   state      means                                               event          next
+//   kUnmet     there is no endpoint; the next message makes one    kConnected     kOpen
+//                                                                  kBroken        kResuming
+//   kOpen      messages leave over the endpoint                    kDisconnected  kUnmet
+//                                                                  kBroken        kResuming
+//   kResuming  the endpoint has failed, and the peer may be well:  kConnected     kOpen
 //              Retries makes another one, over which the messages
 //              leave that the peer does not have
-//   kJoining   the peer was asked to admit this worker (kJoin),    kAdmitted, with an endpoint  kOpen
-//              and refuses everything else until it has; only      kAdmitted, without one       kUnmet
-//              joins and goodbyes leave. An endpoint comes and     kConnected, kDisconnected    kJoining
-//              goes as it does elsewhere.
-//   any        but kClosed                                         kAsked                       kJoining
 //   kClosed    the peer has left or failed; messages fail, except  none
 //              a goodbye, which tells it so
+//
+// A peer that was asked to admit this worker (kJoin) refuses everything else until it has (Peer::hasAdmitted). Until
+// then only the join leaves, over each new endpoint, and goodbyes.
 class Connection {
  public:
-  enum class State : uint8_t { kUnmet, kJoining, kOpen, kResuming, kClosed };
+  enum class State : uint8_t { kUnmet, kOpen, kResuming, kClosed };
   enum class Event : uint8_t {
     kConnected, // the endpoint has been made
     kDisconnected, // the endpoint has failed over an error of this process; the peer is well
     kBroken, // the endpoint has failed, and can be replaced: see mayResume()
-    kAsked, // a kJoin leaves
-    kAdmitted, // the peer has acknowledged the kJoin
   };
 
   explicit Connection(Peer& peer);
@@ -102,10 +99,15 @@ class Connection {
   // The endpoint of the path in use has been made, or has failed. Makes the transition that goes with it.
   void setEndpoint(std::optional<EndpointId> endpoint);
 
+  bool isJoining() const {
+    return !peer_.hasAdmitted.load(std::memory_order_relaxed) && state() != State::kClosed;
+  }
   // Whether messages outlast the endpoint (docs/development/resumption.md). They do not where a peer that has died
-  // would look like one that is well, nor before the peer has admitted this worker.
+  // would look like one that is well. A join outlasts it even if calls do not, because the peer takes it any number of
+  // times.
   bool mayResume() const {
-    return peer_.mayResume.load(std::memory_order_relaxed) && state() != State::kJoining && state() != State::kClosed;
+    const auto& does = isJoining() ? peer_.isEndSeen : peer_.mayResume;
+    return does.load(std::memory_order_relaxed) && state() != State::kClosed;
   }
   // The endpoint has failed, or is given up, and mayResume().
   void breakOff(const std::string& why);
@@ -139,6 +141,7 @@ class Connection {
   struct Outgoing {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
     Messages held; // see OutgoingMessage::Wait
+    Bytes join; // the record of this worker, until the peer has admitted it
     std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // for their turn, by call id
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
     KeptMessages kept;

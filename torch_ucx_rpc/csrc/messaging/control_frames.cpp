@@ -120,11 +120,19 @@ ControlFrame putRefused(std::string_view group, uint64_t epoch) {
   return {Kind::kPutRefused, epoch, Bytes(std::as_bytes(std::span(group)))};
 }
 
+ControlFrame goodbyeToLost() {
+  return {Kind::kGoodbye, wire::kGoodbyeToLost};
+}
+
 void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFrame& frame) {
   const Bytes& body = frame.body;
   switch (frame.kind) {
     case Kind::kGoodbye:
-      handlers.peers->onGoodbye(from);
+      if (frame.callId == wire::kGoodbyeToLost) {
+        handlers.peers->onFailure(from, {ErrorCode::kPeerFailed, "it has lost this worker, which was silent"});
+      } else {
+        handlers.peers->onGoodbye(from);
+      }
       return;
     case Kind::kLeave:
       handlers.group->onLeave(from);

@@ -29,6 +29,8 @@ ControlFrame barrierRelease(uint64_t round, const Barrier::Result& result);
 // The receiver distinguishes only the codes of wire::RefusalReason.
 ControlFrame refused(uint64_t callId, const Error& why);
 ControlFrame putRefused(std::string_view group, uint64_t epoch);
+// A goodbye of a worker that goes on, to one that it has lost. To the other worker this is a loss too, not an end.
+ControlFrame goodbyeToLost();
 
 // Hands a frame to its handler. A frame that is too short is dropped, since no worker waits for an answer to it, and
 // so is one of a kind that no handler hears of.

@@ -58,7 +58,7 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
       peer->isResuming.store(true);
       peer->timesResumed.fetch_add(1, std::memory_order_relaxed);
     }
-    if (!isWatched && !std::exchange(silence.isAsked, true)) {
+    if (!isWatched && peer->hasAdmitted.load() && !std::exchange(silence.isAsked, true)) {
       findings.quiet.push_back(peer);
     }
   }

@@ -153,11 +153,15 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
 void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record) {
   if (joinOpener_.has_value() && !joinOpener_->isGenuine(header, record.size(), record)) {
     rejectFrame(FrameFault::kForged, "a process that wants to join the group and does not have the job's secret");
-  } else if (directory_.findSession(header.sourceSession) != nullptr) {
-    rejectFrame(FrameFault::kReplayed, "a join of a process that has joined before");
-  } else {
-    events_.addJoin(header.sourceSession, Bytes(record));
+    return;
   }
+  // A worker repeats its join until it has been acknowledged. It sends frames with numbers afterwards.
+  const Peer* known = directory_.findSession(header.sourceSession);
+  if (known != nullptr && known->connection != nullptr && known->connection->incoming.received.firstMissing() > 1) {
+    rejectFrame(FrameFault::kReplayed, "a join of a process that has joined before");
+    return;
+  }
+  events_.addJoin(header.sourceSession, Bytes(record));
 }
 
 void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvous, uint64_t bytes) {

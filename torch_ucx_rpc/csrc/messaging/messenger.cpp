@@ -199,7 +199,8 @@ void Messenger::startDeferredWithWorkerLock() {
     // Python.
     if (std::exchange(connection.isPinged, false)) {
       const bool isLost = connection.peer().state() == Peer::State::kFailed;
-      outbox_.sendControl(connection.peer(), isLost ? wire::Kind::kGoodbye : wire::Kind::kPong);
+      const ControlFrame answer = isLost ? goodbyeToLost() : ControlFrame{wire::Kind::kPong};
+      outbox_.sendControl(connection.peer(), answer.kind, answer.callId);
     }
     mustRetry |= connection.isMoving && !repair_.moveWithWorkerLock(connection);
     mustRetry |= connection.mustRetry();

@@ -97,7 +97,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
   assertHoldsWorkerLock();
   Connection& connection = connections_.of(*message->to);
   if (message->header.kind == wire::Kind::kJoin) {
-    connection.transition(Connection::Event::kAsked);
+    connection.outgoing.join = Bytes(std::span<const std::byte>(message->body));
   }
   if (!mustWait(connection, *message)) {
     enqueue(connection, std::move(message));
@@ -133,8 +133,7 @@ bool Outbox::mustWait(const Connection& connection, OutgoingMessage& message) co
   using Wait = OutgoingMessage::Wait;
   const wire::Kind kind = message.header.kind;
   // A goodbye does not wait for admission: this worker wants none any more.
-  if (connection.state() == Connection::State::kJoining && kind != wire::Kind::kJoin && kind != wire::Kind::kGoodbye &&
-      !isClosed_) {
+  if (connection.isJoining() && kind != wire::Kind::kJoin && kind != wire::Kind::kGoodbye && !isClosed_) {
     message.waitsFor = Wait::kAdmission;
   } else if (message.waitsFor != Wait::kRetry) {
     message.waitsFor = isReady(connection, message) ? Wait::kNothing : Wait::kDevice;
@@ -327,6 +326,7 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   answer         the peer's   a refusal goes instead (RequestServer::onAnswerNotSent())
 //   control frame  local        it strands here, and is sent again until it has left
 //   control frame  the peer's   the peer is lost (PeerMonitor::onControlNotSent())
+//   a join         the peer's   if mayResume(), it leaves again over the next endpoint (resume())
 //   an endpoint    any          if mayResume(), Retries makes another endpoint (Inbox::onEndpointFailed()); otherwise:
 //   an endpoint    local        the next message makes another endpoint
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
@@ -340,7 +340,9 @@ void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts,
   Connection& connection = *message.to->connection;
   const bool hasFailed = static_cast<bool>(error);
   if (hasFailed && !message.error) {
-    if (message.isKept && canLeave(connection) && !isFinal(error) && connection.mayResume()) {
+    const bool isSentAgain =
+        message.isKept || (message.header.kind == wire::Kind::kJoin && connection.state() != Connection::State::kUnmet);
+    if (isSentAgain && canLeave(connection) && !isFinal(error) && connection.mayResume()) {
       if (connection.endpoint() == endpoint) {
         connection.outgoing.whyBroken = "an operation over it has failed";
         connections_.makeReady(connection);
@@ -453,6 +455,9 @@ void Outbox::resume(Connection& connection) {
     connection.roundsToResume = 1;
     return;
   }
+  if (connection.isJoining()) {
+    sendControl(peer, wire::Kind::kJoin, 0, std::move(connection.outgoing.join));
+  }
   sendAgain(connection);
   acknowledge(connection); // the peer need not send arrived messages again
   connections_.makeReady(connection); // messages that wait leave
@@ -468,7 +473,7 @@ void Outbox::sendAgain(Connection& connection) {
 }
 
 void Outbox::acknowledge(Connection& connection, bool mustSendAgain) {
-  if (connection.state() == Connection::State::kResuming || !canLeave(connection)) {
+  if (connection.state() == Connection::State::kResuming || connection.isJoining() || !canLeave(connection)) {
     return;
   }
   connection.incoming.unacknowledgedBytes = 0;
@@ -510,23 +515,23 @@ void Outbox::retryStranded(Connection& connection) {
 size_t Outbox::underWay() const {
   size_t sum = 0;
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    if (connection->isJoining()) {
+      continue; // a worker that leaves waits for all that is under way, and a peer may never admit it
+    }
     const Connection::State state = connection->state();
     const bool counts = state != Connection::State::kClosed && connection->endpoint().has_value();
     sum += counts ? connection->outgoing.underWay : 0;
     sum += state == Connection::State::kResuming ? connection->outgoing.kept.all().size() : 0;
-    // A worker that leaves waits for all that is under way, and a peer may never admit it.
-    sum += static_cast<size_t>(
-        std::ranges::count_if(connection->outgoing.held, [](const std::unique_ptr<OutgoingMessage>& message) {
-          return message->waitsFor != OutgoingMessage::Wait::kAdmission;
-        }));
+    sum += connection->outgoing.held.size();
   }
   return sum;
 }
 
 void Outbox::onAdmitted(Peer& peer) {
   assertHoldsWorkerLock();
+  peer.hasAdmitted.store(true);
   if (peer.connection != nullptr) {
-    peer.connection->transition(Connection::Event::kAdmitted);
+    peer.connection->outgoing.join = {};
     sendHeld(*peer.connection);
   }
 }
@@ -537,10 +542,11 @@ void Outbox::abandon(Peer& peer) {
     return;
   }
   // The connection is closed already, since the peer is gone. So connect() fails whatever is started from here on.
-  onAdmitted(peer); // messages that wait for admission fail
-  for (const Connection::Path& path : peer.connection->paths) {
+  sendHeld(*peer.connection); // messages that wait for admission fail
+  for (Connection::Path& path : peer.connection->paths) {
     if (!isClosed_ && path.endpoint.has_value()) {
       transport_.abandon(*path.endpoint);
+      path.endpoint.reset(); // a late goodbye takes another one
     }
   }
   failWaiting(*peer.connection);
@@ -551,7 +557,7 @@ void Outbox::close() {
   assertHoldsWorkerLock();
   isClosed_ = true; // first, so that everything below fails
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
-    onAdmitted(connection->peer());
+    sendHeld(*connection);
   }
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
     failWaiting(*connection);

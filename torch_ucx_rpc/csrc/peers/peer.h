@@ -117,13 +117,16 @@ class Peer {
 
   // Set by the group and the monitor; read by any thread.
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
-  std::atomic<bool> hasAcknowledged{true}; // whether it has acknowledged this worker's latest announcement
+  std::atomic<bool> hasAdmitted{true}; // false from this worker's join until the peer has acknowledged it
+  std::atomic<bool> hasNotedLeave{true}; // false from this worker's leave until the peer has acknowledged it
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
   // ProcessWatch cannot watch it, or it may have lost this worker over a connection that this process has lost. The
   // inbox sets it for the latter, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
-  // A failed endpoint to it can be replaced: something else would tell that it has died. Set by the monitor.
+  // Set by the monitor. Something else than its endpoints tells that it has died: its lifeline, or silence.
+  std::atomic<bool> isEndSeen{false};
+  // Messages outlast a failed endpoint to it, which is replaced. Only where isEndSeen.
   std::atomic<bool> mayResume{false};
 
   // Written under the worker lock; read by any thread.

@@ -50,9 +50,8 @@ Group::Group(
 
 void Group::addMembers(std::vector<Member> members) {
   for (Member& member : members) {
-    if (isTorchsAgent(agent_) && directory_.findSession(member.session) == nullptr) {
-      // Data of a worker that had the rank before. A worker with a known session is tried again, and its RRefs go on.
-      invalidateRRefsOf(member.rank);
+    if (isTorchsAgent(agent_)) {
+      invalidateRRefsOf(member.rank); // those of a worker that had the rank before
     }
     directory_.add(std::move(member));
   }
@@ -82,17 +81,10 @@ void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
       // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more.
-      messenger_.postControl(*peer, {wire::Kind::kGoodbye});
+      messenger_.postControl(*peer, goodbyeToLost());
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
     directory_.remove(*peer);
-  }
-}
-
-void Group::loseMember(uint64_t session) {
-  if (Peer* peer = directory_.findSession(session); peer != nullptr && peer->isThere()) {
-    messenger_.postControl(*peer, {wire::Kind::kGoodbye});
-    monitor_.onFailure(*peer, {ErrorCode::kPeerFailed, "it has not admitted this worker"});
   }
 }
 
@@ -284,31 +276,23 @@ void Group::setMembership(Membership membership, const std::string& joinKey) {
   messenger_.acceptJoins(joinKey);
 }
 
-void Group::announce(Peer& to, wire::Kind kind, const std::string& body) {
-  if (to.isThere()) {
-    to.hasAcknowledged.store(false); // first: the acknowledgment may come at once
-    messenger_.postControl(to, {kind, 0, Bytes(std::as_bytes(std::span(body)))});
-  }
-}
-
 void Group::announceJoin(const std::string& record, const std::vector<uint64_t>& members) {
   for (const uint64_t session : members) {
-    Peer* peer = directory_.findSession(session);
-    if (peer != nullptr && peer->state() == Peer::State::kFailed) {
-      // A peer that is lost stays lost, so the same worker becomes another peer.
-      addMembers({peer->member()});
-      peer = directory_.findSession(session);
-    }
-    if (peer != nullptr) {
-      announce(*peer, wire::Kind::kJoin, record);
+    if (Peer* peer = directory_.findSession(session); peer != nullptr && peer->isThere()) {
+      peer->hasAdmitted.store(false); // first: the acknowledgment may come at once
+      messenger_.postControl(*peer, {wire::Kind::kJoin, 0, Bytes(std::as_bytes(std::span(record)))});
     }
   }
 }
 
-std::vector<WorkerInfo> Group::unacknowledged() const {
+std::vector<WorkerInfo> Group::unadmitted() const {
+  return without(&Peer::hasAdmitted);
+}
+
+std::vector<WorkerInfo> Group::without(std::atomic<bool> Peer::* done) const {
   std::vector<WorkerInfo> infos;
   for (const Peer* peer : directory_.all()) {
-    if (peer->isThere() && !peer->hasAcknowledged.load()) {
+    if (peer->isThere() && !(peer->*done).load()) {
       infos.push_back(infoOf(*peer));
     }
   }
@@ -322,22 +306,29 @@ void Group::onJoin(uint64_t session, Bytes record) {
   }
   // Python decides, so not on this thread: it may drive, and no driver waits for the GIL.
   executor_.addRequest([this, hold = std::move(hold), session, record = std::move(record)] {
-    const auto* text = reinterpret_cast<const char*>(record.data());
-    try {
-      membership_.onJoin({text, record.size()});
-    } catch (const std::exception& error) {
-      warn("worker '" + self_.name + "' does not admit a process that wants to join the group: " + error.what());
-      return;
+    // A known worker repeats its join: the answer has not reached it.
+    if (directory_.findSession(session) == nullptr) {
+      const auto* text = reinterpret_cast<const char*>(record.data());
+      try {
+        membership_.onJoin({text, record.size()});
+      } catch (const std::exception& error) {
+        warn("worker '" + self_.name + "' does not admit a process that wants to join the group: " + error.what());
+        return;
+      }
     }
     if (Peer* peer = directory_.findSession(session); peer != nullptr) {
-      messenger_.postControl(*peer, {wire::Kind::kAcknowledge});
+      // It may have been lost since it was admitted.
+      messenger_.postControl(*peer, peer->isThere() ? ControlFrame{wire::Kind::kAcknowledge} : goodbyeToLost());
     }
   });
 }
 
 void Group::onAcknowledge(Peer& from) {
-  from.hasAcknowledged.store(true);
-  messenger_.onAdmitted(from);
+  if (from.hasAdmitted.load()) {
+    from.hasNotedLeave.store(true);
+  } else {
+    messenger_.onAdmitted(from);
+  }
 }
 
 void Group::onLeave(Peer& from) {
@@ -365,13 +356,15 @@ bool Group::hasAnsweredAll() const {
 void Group::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   for (Peer* peer : directory_.all()) {
-    if (peer->member().session != self_.session) {
-      announce(*peer, wire::Kind::kLeave, {});
+    // Peers that have not admitted this worker hear its goodbye.
+    if (peer->member().session != self_.session && peer->isThere() && peer->hasAdmitted.load()) {
+      peer->hasNotedLeave.store(false); // first: the acknowledgment may come at once
+      messenger_.postControl(*peer, {wire::Kind::kLeave});
     }
   }
   while (true) {
     whileWaiting_();
-    const std::vector<WorkerInfo> silent = unacknowledged();
+    const std::vector<WorkerInfo> silent = without(&Peer::hasNotedLeave);
     if (silent.empty() && hasAnsweredAll()) {
       return;
     }

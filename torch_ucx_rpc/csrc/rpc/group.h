@@ -10,6 +10,7 @@
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -41,8 +42,6 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   void addMembers(std::vector<Member> members);
   // Removes a member that has gone without a goodbye to this worker.
   void removeMember(uint64_t session);
-  // Treats a member that does not admit this worker as lost. Calls to it fail, and it hears a goodbye.
-  void loseMember(uint64_t session);
 
   // References stay valid for as long as the agent lives. All three throw RpcFailure, which names the workers that do
   // exist.
@@ -80,10 +79,10 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
     return membership_.onJoin != nullptr;
   }
 
-  // Asks members, named by their sessions, to admit this worker. A member that was lost is asked as if for the first
-  // time. unacknowledged() has the members that are there and have not answered yet.
+  // Asks members, named by their sessions, to admit this worker. Each is asked over one endpoint after the other, until
+  // it answers or is lost. unadmitted() has the members that are there and have not answered yet.
   void announceJoin(const std::string& record, const std::vector<uint64_t>& members);
-  std::vector<WorkerInfo> unacknowledged() const;
+  std::vector<WorkerInfo> unadmitted() const;
 
   // Sets a callback for each peer that is gone, in static and dynamic groups, whether it left or failed. It runs on an
   // agent thread. It may be replaced at any time; an empty one ends the calls.
@@ -110,7 +109,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
 
   const WorkerInfo& infoOf(const Peer& peer) const;
   void onSizeChange();
-  void announce(Peer& to, wire::Kind kind, const std::string& body);
+  // The peers that are there, and have not done this.
+  std::vector<WorkerInfo> without(std::atomic<bool> Peer::* done) const;
   void leave(std::chrono::milliseconds timeout);
   bool hasAnsweredAll() const;
   int64_t requestsOpen() const;

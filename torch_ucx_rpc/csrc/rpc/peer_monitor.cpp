@@ -43,7 +43,9 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
       const bool isElsewhere = outcome == ProcessWatch::Outcome::kNotPossible;
       peer->needsHeartbeat.store(isElsewhere);
       // Without its lifeline, a failed endpoint would be the only sign that it has died.
-      peer->mayResume.store(mayResume_ && isElsewhere && peer->member().lifelinePort != 0);
+      const bool isEndSeen = isElsewhere && peer->member().lifelinePort != 0;
+      peer->isEndSeen.store(isEndSeen);
+      peer->mayResume.store(mayResume_ && isEndSeen);
       heartbeatTask_.dueIn(heartbeat_.period()); // also for a watched process: it may be stopped
     }
   }
@@ -155,6 +157,9 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
 }
 
 void PeerMonitor::connectLifelineWithWorkerLock(Peer& peer) {
+  if (!peer.connection->endpoint().has_value()) {
+    return; // onBroken() has connected it
+  }
   const std::vector<std::string> lanes = messenger_.transport().lanes(*peer.connection->endpoint());
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
   if (std::any_of(lanes.begin(), lanes.end(), isTcp)) {

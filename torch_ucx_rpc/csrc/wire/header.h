@@ -38,7 +38,7 @@ enum class Kind : uint8_t {
   kRequest = 1,
   kResponse = 2,
   kCancel = 3, // the sender no longer waits for `call id`; no body
-  kGoodbye = 4, // the sender shuts down; no body
+  kGoodbye = 4, // the sender shuts down, or has lost the receiver (kGoodbyeToLost); no body
   kBarrierArrive = 5, // body: BarrierRuns; `call id` is the round
   kBarrierRelease = 6, // body: BarrierRelease and a sentence; `call id` is the round
   // In groups that workers join and leave:
@@ -57,6 +57,9 @@ enum class Kind : uint8_t {
   kTaken = 16, // `call id` bytes of bodies of the receiver's puts have been taken; no body
   kPutRefused = 17, // a put was dropped: its group has another epoch, which is `call id`; body: the group
 };
+
+// The call id of a goodbye whose sender goes on.
+inline constexpr uint64_t kGoodbyeToLost = 1;
 
 // Whether frames of this kind are parts of a message, which may have spans. The others are control frames.
 inline constexpr bool isMessage(Kind kind) {

@@ -41,8 +41,15 @@ Error UcpEndpoints::connect(std::string_view ucxAddress, EndpointId& endpoint) {
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = &UcpEndpoints::onError;
   params.err_handler.arg = created.get();
-  if (Error error = errorOfConnecting(ucp_ep_create(worker_, &params, &created->handle))) {
-    return withReason(error, log_.takeReason());
+  const ucs_status_t status = ucp_ep_create(worker_, &params, &created->handle);
+  if (status != UCS_OK) {
+    created->reason = log_.takeReason();
+    // A network that is down shows at once on some hosts, and later on others. Here it shows later on all.
+    if (created->reason.find("connect(fd=") == std::string::npos) {
+      return withReason(errorOfConnecting(status), created->reason);
+    }
+    created->reported = status;
+    reported_.push(created.get());
   }
   endpoint = created->id;
   endpoints_.push_back(std::move(created));
