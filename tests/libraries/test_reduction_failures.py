@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import workers
-from tests.support.labs import VirtualHosts, needs_virtual_hosts
+from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
 from tests.support.workers import Steps, eventually
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc._workers import members
@@ -468,6 +468,28 @@ def test_one_broken_link_splits_nothing(tmp_path: Path) -> None:
     common = first.keys() & second.keys()
     assert max(common) > 10
     assert not (differ := sorted(step for step in common if first[step] != second[step])), f"copies differ in {differ}"
+
+
+@pytest.mark.ucx_only
+def test_a_cut_of_the_only_host_costs_time(tmp_path: Path) -> None:
+    needs_virtual_hosts()
+    with VirtualHosts(["ps0", "t0", "t1"]) as hosts, Fate(hosts) as fate:
+        options = {"heartbeat_limit": 2.0, "rpc_timeout": 40}
+        workers.run_workers(3, push_over_a_cut, Steps(tmp_path), fate, hosts=hosts, options=options)
+
+
+def push_over_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
+    if rank != 0:
+        server = reduction.serve("worker0")
+        reduction.push_pull(server, torch.ones(2))
+        steps.meet("pushed", rank - 1, 2)
+        if rank == 1:
+            fate.of("ps0", "cut_for", 7)
+            steps.done("cut")
+        steps.wait_for("cut")
+        # The trainers go on without the host, and have none.
+        assert reduction.push_pull(server, torch.full((2,), float(rank))).tolist() == [1.5, 1.5]
+    steps.meet("over", rank, 3)
 
 
 def train_over_a_broken_link(rank: int, steps: Steps) -> dict[int, float]:

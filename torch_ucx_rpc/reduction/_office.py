@@ -26,7 +26,7 @@ from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._host import Fill, Host
-from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec, channel_of
+from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec, channel_of, generation
 
 _logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class Office:
             was_in, self.epoch = self._is_in(), epoch
             if not was_in:
                 self._came_at = time.monotonic()
+            self._end_steps(epoch.number)
             self._dropped.clear()
             if self._decider is not None:
                 self._decider.end()
@@ -125,6 +126,13 @@ class Office:
                 self._coming_back_s = _COMING_BACK_S
             delay, self._coming_back_s = self._coming_back_s, min(2 * self._coming_back_s, _MOST_S)
             self._later(delay, self.keep_in)
+
+    def _end_steps(self, number: int) -> None:
+        """End the waits of earlier epochs: a model may have ended while this worker was left out."""
+        for key in self._openings:
+            with contextlib.suppress(RuntimeError):  # RPC has been shut down
+                Channel(channel_of(key), epoch=generation(number, 0))
+        self._openings.clear()
 
     def _number(self) -> int:
         return -1 if self.epoch is None else self.epoch.number
@@ -338,8 +346,9 @@ class Office:
         self.host.open(opening, channel if is_new else None)
 
     def _drop(self, key: str, channel: Channel) -> None:
-        channel.close()
         self._dropped[key] = channel.epoch
+        # Not closed: values that come late, as after a cut, would wait for ever.
+        channel.advance(channel.epoch + 1)
         del self._openings[key]
 
     def opening(self, key: str) -> Opening | None:
@@ -365,6 +374,10 @@ class Office:
             epoch = self.epoch
         if epoch is not None and epoch.number == opening.epoch:
             self._ask(epoch, "refuse", (opening.key, opening.generation, name, reason))
+
+    def are_lost(self, spec: Spec) -> bool:
+        """Tell whether all hosts of a server have ended for good. A silent one comes back when it is heard again."""
+        return self.life.is_static and not self.group.not_ended() & {*spec.hosts}
 
     def call_back(self, spec: Spec) -> None:
         """Now and then bring in hosts that were started again, in a group that workers may join."""

@@ -292,7 +292,7 @@ def _fill(server: Server, key: str, number: int, tensors: list[Tensor]) -> Fill:
         assert epoch is not None
         living = {one.name for one in epoch.members}
         hosts = opening.hosts if opening is not None else hosts_of(server.spec, living, {})
-        if not hosts and own.life.is_static:
+        if not hosts and own.are_lost(server.spec):
             raise RuntimeError(f"all hosts of the server {server.name!r} are lost: {names}")
         if not hosts:
             own.call_back(server.spec)

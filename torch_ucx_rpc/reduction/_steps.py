@@ -293,8 +293,8 @@ class Steps:
                 if opening is not None and opening is not self._tried:
                     what = self.standing.judge(opening, self._office.name)
                 if opening is not None and what is Next.NO_HOST:
-                    if self._office.life.is_static:
-                        raise RuntimeError(_no_host(opening))
+                    if self._office.are_lost(opening.spec):
+                        raise RuntimeError(_no_host(opening, "lost"))
                     self._office.call_back(opening.spec)
                 elif opening is not None and what is not Next.WAIT:
                     return opening, what
@@ -302,7 +302,7 @@ class Steps:
                     self._office.sleep(deadline)
                 except TimedOut:
                     if opening is not None and what is Next.NO_HOST:
-                        raise RuntimeError(_no_host(opening)) from None
+                        raise RuntimeError(_no_host(opening, "lost, or have been silent for rpc_timeout")) from None
                     raise
 
     def _put_all(self, opening: Opening, deadline: float | None) -> None:
@@ -527,8 +527,8 @@ def _left(deadline: float | None) -> float:
     return 0 if deadline is None else max(0.001, deadline - time.monotonic())
 
 
-def _no_host(opening: Opening) -> str:
+def _no_host(opening: Opening, what: str) -> str:
     return (
-        f"all hosts of the server {opening.spec.name!r} are lost: {', '.join(opening.spec.hosts)}. More hosts, as in "
+        f"all hosts of the server {opening.spec.name!r} are {what}: {', '.join(opening.spec.hosts)}. More hosts, as in "
         f"reduction.serve('ps0', 'ps1'), take over from each other"
     )
