@@ -147,7 +147,8 @@ class DynamicGroup:
                 raise JoinTimedOut(
                     f"{self._own} has waited {deadline.timeout:g} s (init_timeout) to be admitted to the group by "
                     f"{', '.join(map(str, waited_for.values()))}: they are in its list of members, but do not answer. "
-                    f"They may hang, or have died with their host.",
+                    f"They may hang, be cut off, or have died with their host. With an init_timeout above "
+                    f"heartbeat_limit and reconnect_limit together, init_rpc goes on once they are lost.",
                     timeout=deadline.timeout,
                     missing=tuple(sorted(record.rank for record in waited_for.values())),
                 )
