@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-pings-are-not-answered",
-        "      outbox_.sendControl(connection.peer(), isLost ? wire::Kind::kGoodbye : wire::Kind::kPong);\n",
+        "      outbox_.sendControl(connection.peer(), answer.kind, answer.callId);\n",
         "",
         (
             "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",
@@ -96,8 +96,8 @@ MUTANTS = (
     # ---- What a dead worker held stays ------------------------------------------------------------------------------
     Mutant(
         "cpp-calls-to-the-dead-stay-open",
-        "    if (entry->second.call.to == &peer) {\n      calls.push_back(removeLocked(entry));\n",
-        "    if (false) {\n      calls.push_back(removeLocked(entry));\n",
+        "    if (to == nullptr || entry->second.call.to == to) {\n      calls.push_back(removeLocked(entry));\n",
+        "    if (to == nullptr) {\n      calls.push_back(removeLocked(entry));\n",
         ("CallTableTest",),
     ),
     Mutant(
