@@ -243,8 +243,7 @@ class _History:
         if _TWO_PARSED in failure.text and _MAY_NOT_PARSE_TWICE:
             return "two threads of CPython parsed at once"
         if _STATE_IS_LOST.search(failure.text):
-            reason = self._why_state_is_lost(failure, event["among"][:2])
-            return reason or self._why_left_out(failure, failure.hosts)
+            return self._why_state_is_lost(failure, event["among"][:2])
         if _UNDECIDED.search(failure.text) and (reason := self._why_parted(failure, self._host_of.values())):
             return f"no epoch was in force; {reason}"
         if _UNDECIDED.search(failure.text) and event.get("kind") in ("push", "name"):

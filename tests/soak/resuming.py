@@ -3,8 +3,8 @@
     python -m tests.soak.resuming --minutes 10 --report build/soak/resuming     as root
 
 The workers and calls are those of the general soak, in a group of fixed size or a dynamic one. No worker dies, so no
-call may fail. Only names and pushes may, while a group leaves out the workers of a silent host. Each worker also calls
-each other one all the time, with small calls: the first answer after a repair comes within `_SOON_S`.
+call may fail. Only names may, and pushes without an epoch, while a group leaves out the workers of a silent host. Each
+worker also calls each other one all the time, with small calls: the first answer after a repair comes within `_SOON_S`.
 """
 
 from __future__ import annotations
