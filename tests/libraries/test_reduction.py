@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -25,9 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.workers import Steps, backend_options, eventually, init_rpc, reserved_port
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.channel import Channel
-from torch_ucx_rpc.errors import EpochEnded, NotRunning
-from torch_ucx_rpc.reduction._messages import channel_of
+from torch_ucx_rpc.errors import NotRunning
 
 from ._jobs import PATIENCE_S
 from ._training import SGD, are_equal, batches, make_model, parameters_of, process_group, step_of, train
@@ -484,71 +481,6 @@ def give_bad_input(rank: int, steps: Steps) -> None:
         with pytest.raises(ValueError, match=r"all trainers must call serve alike"):
             reduction.serve("worker1", trainers=1, parameters=[torch.ones(1)], optimizer=SGD)
     steps.meet("done", rank, 3)
-
-
-def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) -> None:
-    run_on_ucx(1, take_late_openings)
-
-
-def take_late_openings(rank: int) -> None:
-    server = reduction.serve("worker0")
-    reduction.push_pull(server, torch.ones(2))
-    [key] = server.office.steps
-    before = server.office.opening(key)
-    assert before is not None
-    server.leave()
-    eventually(lambda: server.office.opening(key) is None, "the model is dropped")
-    for late in (before, before._replace(step=before.step + 1)):
-        server.office.receive(late)
-        assert server.office.opening(key) is None
-    # A trainer that comes again goes on after these steps.
-    assert reduction.push_pull(reduction.serve("worker0"), torch.ones(2)).sum() == 2
-
-
-def test_sums_end_with_their_epoch(run_on_ucx: RunWorkers) -> None:
-    run_on_ucx(1, miss_the_end_of_a_model)
-
-
-def miss_the_end_of_a_model(rank: int) -> None:
-    server = reduction.serve("worker0")
-    reduction.push_pull(server, torch.ones(2))
-    office = server.office
-    [sums] = [thread for thread in threading.enumerate() if thread.name == "torch_ucx_rpc-sums"]
-    # A host that was left out in the meantime hears nothing of the last trainer's leave.
-    office.steps.clear()
-    assert office.epoch is not None
-    office._enter(office.epoch._replace(number=office.epoch.number + 1))
-    eventually(lambda: not sums.is_alive(), "the sums end")
-
-
-def test_gradients_after_the_end_of_a_model_are_dropped(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    run_on_ucx(2, push_after_the_end, Steps(tmp_path))
-
-
-def push_after_the_end(rank: int, steps: Steps) -> None:
-    if rank == 0:
-        server = reduction.serve("worker0", trainers=1)
-        reduction.push_pull(server, torch.ones(2))
-        [key] = server.office.steps
-        opening = server.office.opening(key)
-        assert opening is not None
-        server.leave()
-        eventually(lambda: server.office.opening(key) is None, "the model is dropped")
-        steps.done(f"ended {opening.generation}")
-    else:
-        eventually(lambda: any(steps.directory.glob("ended *")), "the model has ended")
-        [step] = steps.directory.glob("ended *")
-        late = Channel(channel_of("worker0/tensors"), epoch=int(step.name.split()[1]))
-
-        def is_refused() -> bool:
-            try:
-                late.put("worker0", "0/9", torch.ones(100_000))
-            except EpochEnded:
-                return True
-            return False
-
-        eventually(is_refused, "the host drops them, and says so")
-    steps.meet("done", rank, 2)
 
 
 def test_gradients_of_another_shape_than_the_others_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:

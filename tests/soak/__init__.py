@@ -18,8 +18,8 @@ findings ends with an error.
 
 ``serving`` runs after it: servers that wait in ``rpc.shutdown()`` while others die.
 
-``tools/soak.sh --resuming`` loses nobody: ``resuming`` has its misfortunes, cuts and the like that are short enough,
-and ``_proxy`` a proxy that dies.
+``tools/soak.sh --resuming`` loses no worker. ``resuming`` has its misfortunes, such as cuts within the limits, and
+``_proxy`` a proxy that dies.
 
 ``tools/soak.sh --training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
 """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import sys
 from pathlib import Path
 
-from ._chaos import MISFORTUNES, Chaos
-from ._run import Kind, run
+from ._chaos import Chaos
+from ._run import Kind, run_and_report
 
 
 def main() -> int:
@@ -19,14 +18,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, required=True, help="folder for report.json and report.md")
     arguments = parser.parse_args()
     print(f"soak: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
-    # Drop the files of an earlier run.
-    shutil.rmtree(arguments.report, ignore_errors=True)
-    journals = arguments.report.resolve() / "journals"
-    journals.mkdir(parents=True)
-    report = run(Kind(Chaos, MISFORTUNES), arguments.minutes, arguments.seed, journals)
-    page = report.write(arguments.report)
-    print(f"{page.read_text()}\nwritten to {page}")
-    return 1 if report.findings else 0
+    return run_and_report(Kind(Chaos), arguments.minutes, arguments.seed, arguments.report)
 
 
 if __name__ == "__main__":

@@ -32,28 +32,46 @@ MISFORTUNES = (
 )
 
 
-class Chaos:
-    """Misfortunes for a crew, the same for the same seed. The first half of its workers, by rank, is never killed.
+class Misfortunes:
+    """Misfortunes for a crew, the same for the same seed.
 
     Attributes:
+        expected: the kinds, each of which must happen.
         timeline: all misfortunes, with the time ``at`` of the monotonic clock at which each began. A misfortune that
             may part living workers has the time from which on it may, ``parted``.
     """
 
+    expected: tuple[str, ...] = ()
+
     def __init__(self, crew: Crew, seed: int) -> None:
         self._crew = crew
         self._choice = random.Random(seed)
-        self._bag: list[Callable[[], None]] = []
         self.timeline: list[dict[str, Any]] = []
 
     @property
     def missing(self) -> list[str]:
         """Misfortunes that have not happened yet."""
         happened = {event["what"] for event in self.timeline}
-        return [what for what in MISFORTUNES if what not in happened]
+        return [what for what in self.expected if what not in happened]
 
     def strike(self) -> None:
         """One misfortune and its repair, after a while of peace."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Undo what outlasts a misfortune: nothing, where each is repaired at once."""
+
+
+class Chaos(Misfortunes):
+    """The first half of the workers, by rank, is never killed."""
+
+    expected = MISFORTUNES
+
+    def __init__(self, crew: Crew, seed: int) -> None:
+        super().__init__(crew, seed)
+        self._bag: list[Callable[[], None]] = []
+
+    def strike(self) -> None:
         if not self._bag:
             self._bag = [self._kill, self._kill, self._cut, self._cut, self._kill_while_cut, self._cut_off]
             self._bag += [self._stop, self._stop, self._long_stop, self._kill_while_stopped]
@@ -61,9 +79,6 @@ class Chaos:
             self._choice.shuffle(self._bag)
         self._crew.watch(self._choice.uniform(0.5, 3))
         self._bag.pop()()
-
-    def close(self) -> None:
-        """Each misfortune is repaired at once."""
 
     def _kill(self) -> None:
         rank = self._any_mortal()

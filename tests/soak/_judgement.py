@@ -196,7 +196,7 @@ class _History:
     def __init__(self, events: list[dict[str, Any]], timeline: list[dict[str, Any]], heartbeat_limit: float) -> None:
         self._limit = heartbeat_limit
         self._parted = [event for event in timeline if "parted" in event]
-        # Groups may leave out the workers of a host that nobody has lost (docs/reduction.md, docs/services.md).
+        # A group may leave out workers that are merely silent (docs/services.md).
         self._left_out = [event for event in timeline if "left out" in event]
         self._timeline = timeline
         kills = {event["life"]: event for event in timeline if event["what"] == "kill"}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.support.labs import VirtualHosts
 
+from ._chaos import Misfortunes
 from ._crew import Crew, Member, WorkerEnded
 from ._journal import read_calls, read_events
 from ._judgement import Finding, judge, what_did_not_happen
@@ -28,28 +30,14 @@ _PEACE_S = 2.0
 _ENDING_S = LONGEST_CALL_S + 60
 
 
-class Misfortunes(Protocol):
-    """What `run` needs of `_chaos.Chaos` and its like: ``timeline`` has what happened, ``missing`` what did not yet."""
-
-    timeline: list[dict[str, Any]]
-
-    @property
-    def missing(self) -> list[str]: ...
-
-    def strike(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of soak: the misfortunes, of which each in ``expected`` must happen, and the workers.
+    """A kind of soak: the misfortunes, and the workers.
 
     ``judge_more`` gets the events of all journals and the timeline, and returns findings, and lines for the report.
     """
 
     misfortunes: Callable[[Crew, int], Misfortunes]
-    expected: tuple[str, ...]
     options: dict[str, Any] = dataclasses.field(default_factory=lambda: OPTIONS)
     heartbeat_limit: float = HEARTBEAT_LIMIT_S
     is_fixed: bool = False
@@ -57,6 +45,17 @@ class Kind:
     # A run may take this much longer, until every misfortune has happened.
     longer: float = 120.0
     judge_more: Callable[[list[Any], list[Any]], tuple[list[Finding], list[str]]] = lambda events, timeline: ([], [])
+
+
+def run_and_report(kind: Kind, minutes: float, seed: int, folder: Path) -> int:
+    """Run, write and print the report, and return the exit code: 1 with findings. Drops files of an earlier run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    journals = folder.resolve() / "journals"
+    journals.mkdir(parents=True)
+    report = run(kind, minutes, seed, journals)
+    page = report.write(folder)
+    print(f"{page.read_text()}\nwritten to {page}")
+    return 1 if report.findings else 0
 
 
 def run(kind: Kind, minutes: float, seed: int, directory: Path) -> Report:
@@ -96,7 +95,7 @@ def run(kind: Kind, minutes: float, seed: int, directory: Path) -> Report:
     for growing in (m for m in memory if not m.is_flat):
         findings.append(Finding("memory grows", 1, (str(growing),)))
     kinds, misfortunes = kinds_of(calls), count_misfortunes(timeline)
-    findings += what_did_not_happen({k.kind: k.answered for k in kinds}, misfortunes, kind.expected, minutes)
+    findings += what_did_not_happen({k.kind: k.answered for k in kinds}, misfortunes, chaos.expected, minutes)
     return Report(
         minutes=(time.monotonic() - begin) / 60,
         seed=seed,

@@ -14,7 +14,6 @@ import bisect
 import collections
 import math
 import random
-import shutil
 import socket
 import sys
 import threading
@@ -30,20 +29,21 @@ import torch_ucx_rpc
 from tests.support.labs import VirtualHost
 from tests.support.workers import Stalls, Steps, agent, worker_name
 
+from ._chaos import Misfortunes
 from ._crew import Crew
 from ._journal import Journal
 from ._judgement import Finding
 from ._proxy import Proxy
 from ._report import table
-from ._run import Kind, run
+from ._run import Kind, run_and_report
 from ._worker import Life, live
 
-# What the default limits survive (docs/failure_model.md). A cut of `_LONG_S` or more makes the others suspect.
+# The default limits survive cuts of these lengths (docs/failure_model.md). From `_LONG_S` on, others suspect the host.
 _SHORTEST_S, _LONG_S, _LONGEST_S = 1.0, 10.0, 40.0
 _SOON_S = 2.0
-# Groups leave out a worker that is silent for so long: names and pushes then fail by design (docs/services.md).
+# A group leaves out a worker after so long a silence: names then fail by design (docs/services.md).
 _LEFT_OUT_S = 3.0
-# Between two misfortunes. What waited in the first one is done.
+# The pause after a misfortune, in which the calls end that waited.
 _PEACE_S = (5.0, 10.0)
 _PROBE_EVERY_S = 0.05
 _LIFELINES = 4
@@ -57,27 +57,22 @@ MISFORTUNES = (
 )
 
 
-class Cuts:
-    """Misfortunes after which all workers live and see each other: see `_chaos.Chaos`.
+class Cuts(Misfortunes):
+    """Misfortunes after which all workers live and see each other.
 
     The workers of the last host reach the others by a proxy.
     """
 
+    expected = MISFORTUNES
+
     def __init__(self, crew: Crew, seed: int) -> None:
-        self._crew = crew
-        self._choice = random.Random(seed)
+        super().__init__(crew, seed)
         self._bag: list[str] = []
-        self.timeline: list[dict[str, Any]] = []
         *others, proxied = crew.hosts
         self._proxied, self._proxy = proxied, Proxy(proxied, [host.address for host in others])
 
     def close(self) -> None:
         self._proxy.close()
-
-    @property
-    def missing(self) -> list[str]:
-        happened = {event["what"] for event in self.timeline}
-        return [what for what in MISFORTUNES if what not in happened]
 
     def strike(self) -> None:
         if not self._bag:
@@ -228,15 +223,9 @@ def main() -> int:
     arguments = parser.parse_args()
     group = arguments.group or random.Random(arguments.seed).choice(("fixed", "dynamic"))
     print(f"soak.resuming: {arguments.minutes:g} minutes, seed {arguments.seed}, a {group} group", flush=True)
-    shutil.rmtree(arguments.report, ignore_errors=True)
-    journals = arguments.report.resolve() / "journals"
-    journals.mkdir(parents=True)
     limit = torch_ucx_rpc.UcxRpcBackendOptions().heartbeat_limit
-    kind = Kind(Cuts, MISFORTUNES, {}, limit, group == "fixed", live_on, _LONGER_S, judge_waits)
-    report = run(kind, arguments.minutes, arguments.seed, journals)
-    page = report.write(arguments.report)
-    print(f"{page.read_text()}\nwritten to {page}")
-    return 1 if report.findings else 0
+    kind = Kind(Cuts, {}, limit, group == "fixed", live_on, _LONGER_S, judge_waits)
+    return run_and_report(kind, arguments.minutes, arguments.seed, arguments.report)
 
 
 if __name__ == "__main__":

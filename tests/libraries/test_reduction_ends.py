@@ -1,0 +1,82 @@
+"""What comes after a model has ended: openings, sums and gradients that are late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.support.workers import Steps, eventually
+from torch_ucx_rpc import reduction
+from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.errors import EpochEnded
+from torch_ucx_rpc.reduction._messages import Opening, channel_of
+
+RunWorkers = Callable[..., list]
+
+
+def end_a_model(server: reduction.Server) -> Opening:
+    """Push once, leave as the last trainer, and return the last opening. This worker is the only host."""
+    reduction.push_pull(server, torch.ones(2))
+    [key] = server.office.steps
+    opening = server.office.opening(key)
+    assert opening is not None
+    server.leave()
+    eventually(lambda: server.office.opening(key) is None, "the model is dropped")
+    return opening
+
+
+def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(1, take_late_openings)
+
+
+def take_late_openings(rank: int) -> None:
+    server = reduction.serve("worker0")
+    before = end_a_model(server)
+    for late in (before, before._replace(step=before.step + 1)):
+        server.office.receive(late)
+        assert server.office.opening(before.key) is None
+    # A trainer that comes again goes on after these steps.
+    assert reduction.push_pull(reduction.serve("worker0"), torch.ones(2)).sum() == 2
+
+
+def test_sums_end_with_their_epoch(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(1, miss_the_end_of_a_model)
+
+
+def miss_the_end_of_a_model(rank: int) -> None:
+    server = reduction.serve("worker0")
+    reduction.push_pull(server, torch.ones(2))
+    office = server.office
+    [sums] = [thread for thread in threading.enumerate() if thread.name == "torch_ucx_rpc-sums"]
+    # A host that was left out in the meantime hears nothing of the last trainer's leave.
+    office.steps.clear()
+    assert office.epoch is not None
+    office._enter(office.epoch._replace(number=office.epoch.number + 1))
+    eventually(lambda: not sums.is_alive(), "the sums end")
+
+
+def test_gradients_after_the_end_of_a_model_are_dropped(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, push_after_the_end, Steps(tmp_path))
+
+
+def push_after_the_end(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        opening = end_a_model(reduction.serve("worker0", trainers=1))
+        steps.done(f"ended {opening.generation}")
+    else:
+        eventually(lambda: any(steps.directory.glob("ended *")), "the model has ended")
+        [step] = steps.directory.glob("ended *")
+        late = Channel(channel_of("worker0/tensors"), epoch=int(step.name.split()[1]))
+
+        def is_refused() -> bool:
+            try:
+                late.put("worker0", "0/9", torch.ones(100_000))
+            except EpochEnded:
+                return True
+            return False
+
+        eventually(is_refused, "the host drops them, and says so")
+    steps.meet("done", rank, 2)
