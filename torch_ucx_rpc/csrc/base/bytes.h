@@ -11,8 +11,9 @@
 
 namespace torch_ucx_rpc {
 
-// A growing run of bytes, owned. Unlike std::vector it does not zero memory that its owner is about to overwrite: a
-// body of a quarter of a MiB would otherwise be written twice. Moved from, it is empty. Not thread-safe.
+// A growable byte buffer that owns its memory. Unlike std::vector it does not zero memory that its owner is about to
+// overwrite: a body of a quarter of a MiB would otherwise be written twice. A moved-from buffer is empty. Not
+// thread-safe.
 class Bytes {
  public:
   Bytes() = default;
@@ -46,7 +47,7 @@ class Bytes {
     return {data(), size_};
   }
 
-  // Makes room; throws std::bad_alloc, like the standard containers, and so do all that call it.
+  // Makes room for `capacity` bytes. Throws std::bad_alloc, as do the methods that call it.
   void reserve(size_t capacity) {
     if (capacity <= capacity_) {
       return;
@@ -60,7 +61,7 @@ class Bytes {
     capacity_ = capacity;
   }
 
-  // New bytes at the end have no value yet.
+  // Sets the size. New bytes at the end are uninitialized.
   void resizeUninitialized(size_t size) {
     if (size > capacity_) {
       reserve(std::max(size, 2 * capacity_));

@@ -8,12 +8,12 @@ namespace torch_ucx_rpc {
 
 enum class ErrorCode : uint8_t {
   kOk = 0,
-  kCanceled, // this side gave it up
+  kCanceled, // this side gave the operation up
   kPeerFailed, // the peer, or the way to it, is gone
   kTimedOut, // the peer, or the way to it, did not answer in time
   kOutOfMemory,
   kOutOfFiles, // this process may not open more files
-  kOutOfResources, // this process or machine has no more of something else: shared memory segments, queue pairs, ports
+  kOutOfResources, // another resource of this process or machine is used up: shared memory, queue pairs, ports
   kOutOfThreads, // this process may not have more threads for requests
   kProtocol, // the peer sent something that the wire format does not allow
   kShutDown, // this agent, or the peer, has shut down
@@ -21,11 +21,12 @@ enum class ErrorCode : uint8_t {
   kInternal, // a fault of this package or of UCX
 };
 
-// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be well:
-// it must not end the peer, and trying again later may work. A peer ends by its own error or by its own silence.
+// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be
+// healthy. So it must not mark the peer dead, and a later attempt may work. Only the peer's own error or silence marks
+// it dead.
 //
-// kOutOfMemory counts as local although a rendezvous also completes with it when the receiver had no memory: that, too,
-// says that the receiver is alive. kInternal does not count: trying again would fail again.
+// kOutOfMemory is local, although a rendezvous also completes with it when the receiver has no memory: the receiver is
+// alive then. kInternal is not local: another attempt would fail too.
 //
 // A table before Outbox::finish() says what follows for each kind of message.
 constexpr bool isLocal(ErrorCode code) {
@@ -48,8 +49,8 @@ constexpr bool isLocal(ErrorCode code) {
   return false;
 }
 
-// The outcome of an operation, passed between threads as a value. It becomes an exception once, where the agent meets
-// torch or Python. Its message is written for the person who reads that exception.
+// The outcome of an operation, passed between threads as a value. The agent turns it into an exception at one place:
+// its boundary to torch or Python. Its message is written for the person who reads that exception.
 class [[nodiscard]] Error {
  public:
   Error() = default;

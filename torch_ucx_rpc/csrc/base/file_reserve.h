@@ -5,7 +5,7 @@
 namespace torch_ucx_rpc {
 
 // Keeps a few files open in reserve, for the moment when the process may open no more. Control frames, for which other
-// workers wait, can then still connect. For one thread at a time.
+// workers wait, can then still connect. Not thread-safe.
 class FileReserve {
  public:
   FileReserve() {

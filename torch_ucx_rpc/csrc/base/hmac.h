@@ -9,10 +9,11 @@
 
 namespace torch_ucx_rpc {
 
-// HMAC-SHA256 (RFC 2104) with one key, by OpenSSL's libcrypto, version 3 or newer.
+// HMAC-SHA256 (RFC 2104) with one key. OpenSSL's libcrypto computes it, version 3 or newer.
 //
-// The library is loaded by its soname when it is first needed. So a process without secrets needs no libcrypto, and the
-// build needs no headers of it. The copy that Python's hashlib has loaded is taken first, then the system's.
+// The first use loads libcrypto by its soname. So a process without secrets needs no libcrypto, and the build needs no
+// OpenSSL headers. A copy that the process has already loaded, for Python's hashlib for instance, is preferred to the
+// system's.
 //
 // Not thread-safe: use one for each thread, or a lock.
 class Hmac {
@@ -23,11 +24,11 @@ class Hmac {
   // Throws std::runtime_error, which names the cure, if there is no libcrypto.
   explicit Hmac(std::string_view key);
 
-  // Returns the tag of the parts, one after another. It does not cover where one part ends, so the caller puts the
-  // lengths in.
+  // Returns the tag of the parts, one after another. The tag does not cover the borders between the parts, so the
+  // caller must include their lengths.
   Tag of(std::initializer_list<std::span<const std::byte>> parts);
 
-  // Compares in a time that does not depend on where the two differ, so that a forger learns nothing from the clock.
+  // Compares in constant time, so that a forger learns nothing from the duration.
   static bool areEqual(const Tag& left, const Tag& right);
 
  private:

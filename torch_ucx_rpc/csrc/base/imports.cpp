@@ -38,7 +38,7 @@ bool contains(const dl_phdr_info& library, const void* address) {
   return false;
 }
 
-// The slot may be in memory that the loader has made read-only once it was done.
+// The slot may be in memory that the loader made read-only after it had filled it.
 bool overwrite(void** slot, void* value, bool isReadOnly) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   void* const start = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(slot) / page * page);

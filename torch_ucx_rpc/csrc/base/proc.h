@@ -16,16 +16,16 @@ struct ProcStat {
   uint64_t startTicks = 0; // field 22, since boot, in the same units
 };
 
-// Reads "/proc/PID/stat" or "/proc/PID/task/TID/stat", given the folder. Nothing if it is not there.
+// Reads "/proc/PID/stat" or "/proc/PID/task/TID/stat", given the folder. Returns nothing if the file is not there.
 std::optional<ProcStat> readProcStat(const std::string& directory);
 
-// The text of a file under /proc. Nothing if it cannot be read; errno says why.
+// Reads the text of a file under /proc. Returns nothing if it cannot be read; errno says why.
 std::optional<std::string> readProcFile(const std::string& path);
 
-// Whether a thread is known to be in a system call that waits, so that it is not in the middle of writing to memory of
-// its own accord. Elsewhere the kernel may have taken it out of its own code: a page fault, a frozen cgroup, a stop.
-// Takes the folder "/proc/PID/task/TID". Calls of device drivers (ioctl) do not count, because a copy from a device is
-// made of them.
+// Whether a thread is known to wait in a system call, so that its own code is not in the middle of writing to memory. A
+// thread that sleeps elsewhere may be: a page fault, a frozen cgroup or a stop can interrupt it anywhere. Takes the
+// folder "/proc/PID/task/TID". Calls of device drivers (ioctl) do not count, because they carry out copies from
+// devices.
 bool isInSystemCall(const std::string& directory);
 
 } // namespace torch_ucx_rpc

@@ -9,9 +9,9 @@
 
 namespace torch_ucx_rpc {
 
-// Says why a call or another operation of RPC failed, where programs tell failures apart by type. The extension turns
-// each kind into an exception of torch_ucx_rpc/errors.py, which describes them. torch's C++ passes it on as the
-// std::runtime_error that it is.
+// The failure of a call or of another RPC operation, of a kind that programs can tell apart. The extension turns each
+// kind into an exception of torch_ucx_rpc/errors.py, which describes them. torch's C++ passes it on as a
+// std::runtime_error.
 class RpcFailure : public std::runtime_error {
  public:
   enum class Kind : uint8_t {

@@ -12,8 +12,8 @@ namespace torch_ucx_rpc {
 // Longer times count as this one, 31 years. The limit of std::chrono::steady_clock is 292 years.
 inline constexpr double kLongestSeconds = 1e9;
 
-// Converts a time from Python or torch, in seconds. Zero stays zero, which mostly stands for "no limit". Shorter
-// times than a millisecond become one millisecond, never zero. Infinity and times beyond kLongestSeconds become
+// Converts a time from Python or torch, in seconds. Zero stays zero, which mostly stands for "no limit". Times shorter
+// than a millisecond become one millisecond, never zero. Infinity and times beyond kLongestSeconds become
 // kLongestSeconds. Throws std::invalid_argument (Python's ValueError) for a negative time or NaN.
 inline std::chrono::milliseconds toMilliseconds(double seconds) {
   if (!(seconds >= 0)) { // also true of NaN

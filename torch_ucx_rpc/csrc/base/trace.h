@@ -8,18 +8,17 @@ namespace torch_ucx_rpc::trace {
 
 // Shows where the time of a call goes. With TORCH_UCX_RPC_TRACE=FILE, every process appends its spans to that file when
 // its agent shuts down, in Chrome's trace event format (https://ui.perfetto.dev reads it). The spans of one call carry
-// its id on both sides, and arrows lead from one process to the other. Clocks of one machine agree; those of several
-// may not. Without the variable a span costs the test of a constant.
+// its id on both sides, and arrows lead from one process to the other. Processes of one machine share a clock; the
+// clocks of several machines may differ. Without the variable and a recorder, a span costs a few tests.
 //
-// With a recorder set, which torch's profiler is (rpc/profiled_spans.h), each span is reported to that too.
+// If a recorder is set, it gets each span too. torch's profiler is one (rpc/profiled_spans.h).
 //
-// Any thread may record. A thread's spans go to a buffer of its own, whose lock is contended only while it is written
-// out.
+// Any thread may record. Each thread has its own buffer, whose lock is contended only during write().
 
 // Constant once the library is loaded.
 extern const bool isOn;
 
-// Records all spans, on their threads: `begin` gets a span's name, and `end` the result of `begin`, unless that is
+// Gets all spans, each on its thread: `begin` gets the span's name, and `end` the result of `begin`, unless that is
 // null.
 struct Recorder {
   void* (*begin)(const char* name);
@@ -28,13 +27,13 @@ struct Recorder {
 // The recorder must live as long as the process.
 void setRecorder(const Recorder* recorder);
 
-// Names a call alike in all processes.
+// Identifies a call in all processes.
 struct CallId {
   uint64_t session = 0; // of the caller
   uint64_t number = 0;
 };
 
-// Leads from the span in which a message leaves one process to the span in which it arrives at another.
+// The end of an arrow at a span. An arrow leads from the span that sends a message to the span that receives it.
 enum class Arrow : uint8_t { kNone, kRequestLeaves, kRequestArrives, kAnswerLeaves, kAnswerArrives };
 
 // Records what happens on this thread during the life of the object. `name` must be a literal: only its address is

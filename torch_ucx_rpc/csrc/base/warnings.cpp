@@ -14,7 +14,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Later ones are counted only: a receiver that hangs must not cost memory.
+// Warnings beyond this many are only counted: a receiver that hangs must not cost memory.
 constexpr size_t kMostWaiting = 1000;
 
 void toLog(const std::string& sentence) {

@@ -17,8 +17,8 @@ using c10::impl::VirtualGuardImpl;
 
 namespace {
 
-// Streams are asked once this much has been released. Asking takes some 200 us, in which an H100 copies about as much.
-// Smaller amounts wait for the agent's timer.
+// Streams are asked once this much has been released. Asking takes some 200 us, in which an H100 copies about this
+// much. Smaller amounts wait for the agent's timer.
 constexpr uint64_t kMaxReleasedBytes = 256 * 1024 * 1024;
 constexpr size_t kMaxReleasedBlocks = 16;
 
@@ -184,8 +184,8 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all of
-    // torch's.
+    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all
+    // streams of torch's.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {
@@ -222,7 +222,7 @@ void DevicePool::loseHeld(Blocks blocks) {
 }
 
 void DevicePool::collect() {
-  // This thread may hold a lock that the collecting thread waits for, such as Python's.
+  // Does not wait for another collecting thread, which may be waiting for a lock of this thread, such as the GIL.
   if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
     examine();
     giveBack();
@@ -298,7 +298,7 @@ void DevicePool::wait(Batch& batch) {
 void DevicePool::giveBack(Blocks blocks) {
   for (std::unique_ptr<Block>& block : blocks) {
     heldBytes_.fetch_sub(block->bytes);
-    block.reset(); // without the lock: the allocator may take its time
+    block.reset(); // without the lock: the allocator may be slow
   }
 }
 

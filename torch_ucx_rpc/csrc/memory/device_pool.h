@@ -16,22 +16,22 @@
 
 namespace torch_ucx_rpc {
 
-// Memory of devices for tensors that arrive. It is written to outside of any stream, so all earlier uses of it must be
+// Device memory for tensors that arrive. The transport writes to it outside of any stream, so all earlier uses must be
 // over. Allocators order reuse by the stream on which memory was allocated, and do not wait for that stream. So the
 // pool allocates on a stream on which nothing else is done.
 //
 // Torch's own allocator also waits for the streams that are recorded on memory, before it gives the memory out again.
 // Other allocators (RMM's, or one that has replaced torch's) know only the stream of the allocation. The pool holds
-// back their released memory until the work is done that torch's streams had at the release. A device has 129 such
-// streams, and asking all of them takes some 200 us, which the thread that releases memory, usually the user's, should
-// not pay each time. So the streams are asked once for many blocks: when something is collected, or when much has been
+// back their released memory until torch's streams have done the work that they had at the release. A device has 129
+// such streams, and asking all of them takes some 200 us. The thread that releases memory, usually the user's, should
+// not pay that each time. So the pool asks the streams once for many blocks: in collect(), or when much has been
 // released.
 //
 // There is one pool for the process, because tensors may outlive everything. Thread-safe.
 class DevicePool {
  public:
-  // The entry points that an allocator has for torch.cuda.memory.CUDAPluggableAllocator. The first one throws if no
-  // memory is left.
+  // The entry points that an allocator has for torch.cuda.memory.CUDAPluggableAllocator. `allocate` throws or returns
+  // null if no memory is left.
   struct EntryPoints {
     void* (*allocate)(size_t bytes, int device, void* stream);
     void (*deallocate)(void* data, size_t bytes, int device, void* stream);
@@ -59,16 +59,15 @@ class DevicePool {
   void setSource(
       Source source, EntryPoints entryPoints = {nullptr, nullptr}, AllocatorOf allocatorOf = &c10::GetAllocator);
 
-  // Allocates memory that may be written to once earlierWork() is done. Throws what the allocator throws if no memory
-  // is left, but first waits for the memory that is held back. Null for 0 bytes, as with torch's allocator.
+  // Allocates memory that may be written to once earlierWork() is done. If no memory is left, waits for the memory that
+  // is held back, and then throws what the allocator throws. Null for 0 bytes, as with torch's allocator.
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
   // Allocates memory of torch's own allocator, which may be written to once earlierWork() is done: for bytes that are
-  // copied into the pool's memory later. Only beside Source::kEntryPoints; null with the others, whose memory torch
-  // chooses.
+  // copied into the pool's memory later. Null unless the source is kEntryPoints.
   c10::DataPtr allocateBeside(c10::Device device, uint64_t bytes);
-  // Whether a look has shown that other processes cannot map this source's memory.
+  // Whether a check has shown that other processes cannot map this source's memory.
   bool isUnshareable() const {
     return isUnshareable_.load(std::memory_order_relaxed);
   }
@@ -88,8 +87,8 @@ class DevicePool {
   // not wait.
   void collect();
 
-  // From now on, gives nothing back and asks no device. The process ends, and the allocator may be gone before the last
-  // tensors are.
+  // From now on, gives nothing back and asks no device. Call it when the process ends: the allocator may be gone before
+  // the last tensors are.
   void stop();
 
   // Whether memory is held back, or will be once it is released.
@@ -128,8 +127,8 @@ class DevicePool {
   std::atomic<bool> isUnshareable_{false};
 
   // A thread takes blocks out of the lists below before it gives them back. A thread that lacks memory must not miss
-  // these: it waits for the threads that collect, and for those that wait for streams. Both are locked before mutex_,
-  // and waiting_ before collecting_.
+  // these blocks. So it waits for threads that wait for streams (waiting_), and for threads that collect (collecting_).
+  // Lock in this order: waiting_, collecting_, mutex_.
   std::mutex waiting_;
   std::mutex collecting_;
 

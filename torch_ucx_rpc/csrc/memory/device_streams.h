@@ -24,8 +24,8 @@ const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index)
 // The streams that are current on this thread, one for each device.
 Streams currentStreams(const Devices& devices);
 
-// Streams of torch's pools, one for each device, on which no other work of ours is ordered. A lower priority is more
-// urgent, and 0 is the least. A priority that a device does not have counts as its nearest one.
+// Streams of torch's pools, one for each device, that this package uses for nothing else. A lower number is more
+// urgent, and 0 is the least urgent. A priority that a device does not have counts as its nearest one.
 Streams poolStreams(const Devices& devices, int priority);
 
 // All streams that torch has for a device: its default stream, and those of its pools.
@@ -35,8 +35,8 @@ Streams allStreams(c10::Device device);
 // not be asked.
 Streams uncaptured(const Streams& streams);
 
-// Tells torch's allocator that memory is used on the current stream of its device. After its release the memory is not
-// reused before the work is done that the stream had by then.
+// Tells torch's allocator that memory is used on the current stream of its device. After the memory's release, the
+// allocator reuses it only once the stream has done the work that it had by then.
 void recordOnCurrentStream(const c10::DataPtr& data);
 
 // Makes a context current on the calling thread, once for each thread: UCX's CUDA transports expect that of the thread
@@ -53,7 +53,7 @@ class DeviceWork {
   DeviceWork() = default; // nothing
   explicit DeviceWork(const Streams& streams);
 
-  // Whether the work is done. Does not block. Throws the exception that the device fails with.
+  // Whether the work is done. Does not block. Throws if the device has failed.
   bool isDone();
 
   // Blocks until the work is done.

@@ -128,7 +128,7 @@ void HostPool::giveBack(Block* block) {
     idle_.push(block);
     surplus = trimLocked();
   }
-  for (Block* unwanted : surplus) { // without the lock: the kernel takes its time
+  for (Block* unwanted : surplus) { // without the lock: unmapping is slow
     unmap(unwanted);
   }
 }

@@ -62,10 +62,10 @@ Assembler::Outcome Assembler::add(
   auto [entry, isNew] = partial_.try_emplace(key);
   Partial& partial = entry->second;
   if (isNew) {
-    partial.header = header; // a piece's, perhaps: until the body is here, only its span count is used
+    partial.header = header; // perhaps a piece's: until the body is here, only the span count is used
   }
   const bool isNoted = note(partial, header, piece.size());
-  // Parts of a message that was given up are still counted: its note goes with the last part.
+  // Parts of a message that was given up are still counted: its entry goes with the last part.
   if (partial.isGivenUp) {
     rejected.push_back(std::move(piece));
     if (partial.isWhole()) {

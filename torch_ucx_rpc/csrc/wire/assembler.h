@@ -51,9 +51,9 @@ struct Assembled {
 
 // Joins the body of a message with the pieces of its spans, in any order of arrival.
 //
-// Every piece given to it comes back exactly once: in an assembled message, or among the rejected or dropped ones. It
-// allocates in proportion to what has really arrived, never to what a header announces. Not thread-safe: it is used
-// under the worker lock.
+// Every piece given to it comes back exactly once: in an assembled message, or among the rejected or dropped ones. The
+// assembler allocates in proportion to the bytes that have arrived, never to those that a header announces. Not
+// thread-safe: its owner holds the worker lock.
 class Assembler {
  public:
   enum class Outcome { kIncomplete, kWhole, kRejected, kGivenUp };
@@ -66,8 +66,8 @@ class Assembler {
   // - kGivenUp: the piece belongs to a message that was given up before, and is in `rejected`.
   Outcome add(const Header& header, Piece piece, Assembled& assembled, std::vector<Piece>& rejected);
 
-  // Gives up an incomplete message, whose caller has given it up; its pieces go to `dropped`. add() recognizes the
-  // pieces that are still to come, up to the last one.
+  // Gives up an incomplete message after its caller has done so. Its pieces go to `dropped`. add() recognizes the
+  // pieces that come later, up to the last one.
   void cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped);
 
   // Forgets every incomplete message of a session, whose worker is gone; their pieces go to `dropped`.

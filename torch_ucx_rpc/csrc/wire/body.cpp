@@ -303,7 +303,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
     return malformed("it is too short for its tensors");
   }
   view.tensors.resize(prefix.tensorRecords);
-  // The parts of a tensor follow it, and have no parts. So one number says how many are due.
+  // The children of a tensor follow it, and have no children. So one number says how many are due.
   uint32_t topLevel = 0;
   uint32_t childrenDue = 0;
   for (BodyView::Tensor& tensor : view.tensors) {

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-// The body of a request or response. It says what the message is and where each of its tensors lies, and has everything
-// that is small.
+// The body of a request or response. It holds the type of the message, the place of each tensor, and everything that is
+// small.
 //
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //      | BodyPrefix, 32 | StorageRecord[] | TensorRecord[], each followed by   | payload | bytes of the    |
@@ -27,13 +27,13 @@
 
 namespace torch_ucx_rpc::wire {
 
-inline constexpr uint32_t kNowhere = 0xFFFFFFFF; // no span: inline; no storage: the tensor owns none
+inline constexpr uint32_t kNowhere = 0xFFFFFFFF; // as a span: inline; as a storage: the tensor owns none
 
 enum class Layout : uint8_t {
   kUndefined = 0, // an undefined tensor, which autograd sends for a gradient that is not there
   kStrided = 1,
   kSparseCoo = 2, // children: indices, values
-  kSparseCsr = 3, // children: compressed indices, plain indices, values; so for the next three
+  kSparseCsr = 3, // children: compressed indices, plain indices, values; the next three have the same
   kSparseCsc = 4,
   kSparseBsr = 5,
   kSparseBsc = 6,
@@ -49,7 +49,7 @@ enum TensorFlags : uint8_t {
 };
 
 enum StorageFlags : uint16_t {
-  kFromHost = 1 << 0, // its span lies in the sender's host memory, for any device
+  kFromHost = 1 << 0, // its span lies in the sender's host memory, whatever device it is for
 };
 
 struct BodyPrefix {
@@ -87,8 +87,8 @@ struct TensorRecord {
 };
 static_assert(sizeof(TensorRecord) == 48);
 
-// Collects a body, for one thread. Storages and tensors are numbered in the order in which they are added. The payload
-// and the inline storages stay the caller's: their memory must be valid until finish().
+// Builds a body. Not thread-safe. Storages and tensors get numbers in the order in which they are added. The payload
+// and the inline storages stay the caller's: their memory must stay valid until finish().
 class BodyWriter {
  public:
   explicit BodyWriter(uint32_t messageType);
@@ -96,8 +96,7 @@ class BodyWriter {
   void setInlinePayload(std::span<const char> payload);
   void setPayloadSpan(uint64_t bytes, uint32_t span);
 
-  // Both return the number of the storage. Inline memory must stay valid until finish(). Storages of the same span are
-  // packed.
+  // Both return the number of the storage. Storages of the same span are packed.
   uint32_t addInlineStorage(const void* data, uint64_t bytes, int8_t deviceType, int8_t deviceIndex);
   uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex, uint16_t flags = 0);
 
@@ -105,7 +104,7 @@ class BodyWriter {
   // their parent.
   void addTensor(TensorRecord record, std::span<const int64_t> sizes, std::span<const int64_t> strides, bool isChild);
 
-  // The whole body; the writer is of no use afterwards.
+  // Returns the whole body. Do not use the writer afterwards.
   Bytes finish();
 
  private:
@@ -146,7 +145,7 @@ struct BodyView {
 // Reads the type of torch's message from an unchecked body; 0 if the body is too short.
 uint32_t messageTypeOf(std::span<const std::byte> body);
 
-// Reads the span of the payload, or kNowhere, from an unchecked body: it may be any number.
+// Reads the span of the payload, or kNowhere, from an unchecked body. The result may be any number.
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
 // Reads the storages of an unchecked body (8-byte aligned), as many as there is room for. They say where the spans are

@@ -67,11 +67,12 @@ inline constexpr bool isMessage(Kind kind) {
 }
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
-// Raised with every change that an older reader would misread. Workers of one job must agree on it. 5 numbers and
-// acknowledges frames, and adds channels and the tree of the barrier.
+// Raised with every change that an older reader would misread. Workers of one job must agree on it. Version 5 added
+// numbers and acknowledgements of frames, channels, and the tree of the barrier.
 inline constexpr uint8_t kVersion = 5;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
-// Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
+// Far more than any real message has (a span is a tensor of at least tens of KiB). Small enough that a false count
+// costs nothing.
 inline constexpr uint32_t kMaxSpans = 1u << 20;
 
 // Where in its span a piece belongs.
@@ -91,15 +92,15 @@ struct Header {
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;
   // The number of the frame, counted from 1 by the sender for each receiver. A frame that is sent again has the same
-  // number. 0: it has none, and is never sent again.
+  // number. 0: the frame has no number, and is never sent again.
   uint64_t sequence = 0;
   union {
     Hmac::Tag contentTag{}; // of a body: over the payload and the body, where they travel outside of this frame
     Place place; // of a piece of a span
   };
-  // In a request's body: the milliseconds for which its caller waits, counted from the call. It is 0 without a limit,
-  // and for a request that must run all the same. It is relative, because the clocks of two machines may differ, so
-  // time on the way does not count against it.
+  // With a request's body: the milliseconds for which its caller waits, counted from the call. 0: there is no limit, or
+  // the request must run even if its caller has given up. The time is relative, because the clocks of two machines may
+  // differ. So time on the way does not count against it.
   uint32_t deadlineMs = 0;
   // The low half of the first number that the sender of this frame has not received from its receiver.
   uint32_t acknowledged = 0;
@@ -117,7 +118,7 @@ struct BarrierRun {
   int16_t firstRank;
   uint16_t workers;
   uint32_t areGone; // 1: they have left or failed without having arrived
-  int64_t value; // of each of them; summed over all members
+  int64_t value; // of each of these workers; the release has the sum over all members
 };
 struct BarrierRelease {
   int64_t sum;
@@ -128,7 +129,7 @@ struct BarrierRelease {
 // Body of kRefused, followed by the sentence that says why.
 enum class RefusalReason : uint32_t {
   kOther = 0,
-  kMalformed = 1, // or with another content than it was sealed with
+  kMalformed = 1, // or its content does not match its seal
   kNoMemory = 2,
   kNoThread = 3,
 };
@@ -137,8 +138,8 @@ struct Refusal {
   uint32_t reserved;
 };
 
-// Body of kReceived: which frames of the receiver have come. All below `next` have, except runs of missing numbers,
-// which follow: the first number of each, and the first number after it.
+// Body of kReceived: the receiver's frames that have come. All below `next` have come, except runs of missing numbers.
+// The runs follow this struct, as two numbers each: the first number of the run, and the first number after it.
 struct Received {
   uint64_t next;
   uint32_t runs;

@@ -7,13 +7,14 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Knows which numbers of a sequence have come. Frames overtake each other, on several lanes by seconds and by
-// thousands. So it keeps the gaps below the highest number, not a fixed stretch of the latest. It costs nothing while
-// numbers come in order, and no frame is wrongly taken for a replay. Not thread-safe.
+// Knows which numbers of a sequence have come. Frames overtake each other: on several lanes, by thousands of frames and
+// by seconds. So the window keeps the gaps below the highest number, not a fixed number of the latest ones. It costs
+// nothing while numbers come in order. Up to kMaxGaps gaps, it never takes a new number for a replay. Not thread-safe.
 class ReplayWindow {
  public:
-  // A gap is a run of missing numbers. Beyond this many the oldest gap is given up, and its numbers count as replays. A
-  // peer that leaves so many has the secret, but must not cost more memory than this (about 64 bytes a gap).
+  // A gap is a run of missing numbers. Beyond this many the window forgets the oldest gap, and its numbers count as
+  // replays. A peer that leaves so many gaps knows the secret, but must not cost more memory than this (about 64 bytes
+  // a gap).
   static constexpr size_t kMaxGaps = 4096;
 
   // The sequence begins at `first`.
@@ -25,15 +26,15 @@ class ReplayWindow {
   // Whether accept() would return false.
   bool hasCome(uint64_t number) const;
 
-  // All numbers below have come.
+  // The lowest number that has not come.
   uint64_t firstMissing() const {
     return gaps_.empty() ? next_ : gaps_.begin()->first;
   }
-  // One above the highest that has come.
+  // One above the highest number that has come.
   uint64_t next() const {
     return next_;
   }
-  // The runs of missing numbers below: the first of each -> the first after it that is not missing.
+  // The runs of missing numbers below next(): the first number of each -> the first number after it.
   const std::map<uint64_t, uint64_t>& missing() const {
     return gaps_;
   }

@@ -9,8 +9,9 @@
 
 // Seals the frames of a job with a secret.
 //
-// - Each ordered pair of workers has a key of its own, made of the secret and of both sessions
-//   (torch_ucx_rpc/_bootstrap/secret.py). Frames recorded in an earlier life of either worker mean nothing to this one.
+// - Each ordered pair of workers has a key of its own, derived from the secret and both sessions
+//   (torch_ucx_rpc/_bootstrap/secret.py). So frames recorded in an earlier life of either worker are not genuine in
+//   this one.
 // - Every frame has a frame tag: over the header with the frame's number, over the length of the data, and over a body
 //   that travels in the frame. The receiver takes each number once.
 // - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
@@ -19,14 +20,14 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Seals the parts of a message that come by rendezvous, in the header of its body, which must be complete up to its
-// sequence. Call it before sealFrame(). A large payload may take long.
+// Fills the content tag in the header of a message's body, for the parts that come by rendezvous. The header must be
+// complete up to `sequence`. Call it before sealFrame(). It takes long for a large payload.
 void sealContent(
     const std::string& key,
     Header& header,
     std::span<const std::byte> rendezvousBody,
     std::span<const std::byte> payload);
-// True if the peer has sealed it. The arguments are those of sealContent().
+// True if the peer sealed this content. The arguments are those of sealContent().
 bool isContentGenuine(
     const std::string& key,
     const Header& header,
@@ -37,10 +38,10 @@ bool isContentGenuine(
 class FrameSeal {
  public:
   explicit FrameSeal(const std::string& key) : hmac_(key) {}
-  // Fills the tag of a frame that has its number; nothing of the header may change afterwards. `dataBytes` travel with
-  // the frame or are announced by it. `data` is the body that travels with it, or nothing.
+  // Fills the tag of a frame that has its number. The header must not change afterwards. `dataBytes` is the size of the
+  // data that travels with the frame or that it announces. `data` is the body that travels with it, or empty.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
-  // True if the peer has sealed it.
+  // True if the peer sealed this frame.
   bool isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
 
  private:
