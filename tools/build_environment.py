@@ -1,4 +1,4 @@
-"""The needs of the build: found on this machine, or refused with one sentence that says what to install.
+"""Find what the build needs on this machine, or fail with one sentence that says what to install.
 
 Every way into the build asks here, so that all of them give the same answer:
 
@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# ucp_ep_query can name an endpoint's transports, which get_debug_info() reports, only from this version on.
+# From this version on, ucp_ep_query can name an endpoint's transports. get_debug_info() reports them.
 OLDEST_UCX = (1, 14)
 
 CPP20_PROGRAM = """
@@ -56,8 +56,8 @@ def setup_cfg() -> configparser.ConfigParser:
 def requirements(group: str) -> list[str]:
     """Return the requirement strings of `build`, of `install`, or of an extra, from the file that owns them."""
     if group == "build":
-        # A list of strings reads the same in TOML as in Python, and 3.10 has no parser of TOML but pip's. A process
-        # that has imported pip cannot import setuptools any more, nor what does so, as parts of torch.
+        # A list of strings reads the same in TOML as in Python, and Python 3.10 has no TOML parser except pip's. A
+        # process that has imported pip can no longer import setuptools, or parts of torch that do so.
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         found = re.search(r"^requires = (\[[^\]]*\])", text, re.MULTILINE)
         assert found, "pyproject.toml has lost its requires"
@@ -69,7 +69,7 @@ def requirements(group: str) -> list[str]:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cpu", of ">=2.13" and of "torch>=2.13": enough to compare with."""
+    """Return (2, 13) for "2.13.0+cpu", ">=2.13" and "torch>=2.13": enough for comparisons."""
     found = re.search(r"(\d+)\.(\d+)", version)
     if found is None:
         raise Missing(f"{version!r} is not a version: say one like 2.13.0.")
@@ -108,7 +108,8 @@ def check_python() -> None:
 
 
 def package_folder(name: str) -> Path | None:
-    """Return a package's folder, without importing it; None also for one that an uninstalled package left."""
+    """Return a package's folder, without importing it. Return None if the package is missing, or uninstalled with its
+    folder left."""
     spec = importlib.util.find_spec(name)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -122,7 +123,7 @@ def check_venv() -> None:
 
 
 def check_compiler() -> None:
-    """A C++20 compiler, proven by a program; the one CMake will take: $CXX, else the first on the path."""
+    """Check by a program that the compiler knows C++20. CMake takes the same one: $CXX, else the first on the path."""
     install = "install GCC 12 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
     named = os.environ.get("CXX")
     if named:
@@ -156,7 +157,8 @@ def check_compiler() -> None:
 
 
 def check_setuptools() -> None:
-    """pip --no-build-isolation takes the installed setuptools, and new virtual environments come with an old one."""
+    """Check the version: pip --no-build-isolation uses the installed setuptools, which is old in a new virtual
+    environment."""
     wanted = next(line for line in requirements("build") if line.startswith("setuptools"))
     found = importlib.metadata.version("setuptools")
     if int(found.split(".")[0]) < int(wanted.split(">=")[1]):
@@ -165,7 +167,7 @@ def check_setuptools() -> None:
 
 
 def program(name: str) -> str:
-    """cmake or ninja: from this Python's environment, which need not be activated, else from the path."""
+    """Find cmake or ninja: in this Python's environment, activated or not, else on the path."""
     beside_python = str(Path(sys.executable).parent)
     found = shutil.which(name, path=os.pathsep.join([beside_python, os.environ.get("PATH", os.defpath)]))
     if found is None:
@@ -181,7 +183,7 @@ def no_torch() -> Missing:
 
 
 def build_directory() -> Path:
-    """One build folder for each environment and torch: another torch never meets the objects of this one."""
+    """Return the build folder of this environment and torch. Each torch has its own, so objects never mix."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -192,10 +194,10 @@ def build_directory() -> Path:
 
 
 def pins() -> tuple[str, list[str]]:
-    """The local version of a wheel that others install, and its requirements: for the torch it is built with.
+    """Return the local version of a wheel for release and its requirements, for the torch it is built with.
 
-    The wheel is for one minor release of torch, of whose patch releases the import accepts those with the same headers.
-    It takes UCX from a libucx wheel, of torch's version of CUDA, unless it is built with conda's or the system's.
+    The wheel is for one minor release of torch. At import it accepts patch releases that have the same headers. It uses
+    UCX from the libucx wheel for torch's version of CUDA, unless it is built with conda's or the system's UCX.
     """
     facts = torch_facts()
     minor = dotted(version_numbers(facts["TORCH_VERSION"]))
@@ -208,7 +210,8 @@ def pins() -> tuple[str, list[str]]:
 
 
 def libucx(cuda: str) -> str:
-    """The libucx wheel beside a torch that was built with this version of CUDA; without any, the first, as for make."""
+    """Return the libucx wheel for a torch that was built with this version of CUDA. Without CUDA it is the first, as
+    for make."""
     wheels = sorted(line for group in ("cu12", "cu13") for line in requirements(group))
     return next((wheel for wheel in wheels if cuda and wheel.endswith(f"cu{cuda.split('.')[0]}")), wheels[0])
 
@@ -237,7 +240,8 @@ def torch_facts() -> dict[str, str]:
 
 
 def ucx_facts(choice: str) -> dict[str, str]:
-    """Return UCX of the libucx wheel, or of conda or the system if chosen, or without a wheel."""
+    """Return the facts of the libucx wheel's UCX. Take conda's or the system's UCX if it is chosen or there is no
+    wheel."""
     if choice not in ("", "wheel", "system"):
         raise Missing(f"TORCH_UCX_RPC_UCX={choice} means nothing: set it to wheel or system, or leave it unset.")
     found = None
@@ -297,7 +301,7 @@ def ucx_of_system() -> tuple[Path, Path] | None:
 
 
 def facts(ucx: str) -> dict[str, str]:
-    """Return everything that CMake needs to know. Raises Missing for the first thing that is not there.
+    """Return everything that CMake needs to know. Raise Missing for the first thing that is missing.
 
     `ucx` is the value of TORCH_UCX_RPC_UCX: "wheel", "system", or "" for whichever there is.
     """

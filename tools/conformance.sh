@@ -4,7 +4,7 @@
 #   tools/conformance.sh                           once, on UCX
 #   tools/conformance.sh --runs 3
 #   tools/conformance.sh --backend TENSORPIPE      on PyTorch's backend
-#   tools/conformance.sh --cuda                    the suites that need GPUs; fails where there are none
+#   tools/conformance.sh --cuda                    the suites that need GPUs; fails without a GPU
 #   UCX_TLS=tcp,self tools/conformance.sh          another configuration is another row of the page
 #
 # `make test-conformance` runs the suites once and stores nothing.

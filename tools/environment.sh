@@ -22,7 +22,7 @@ give_up() {
   exit 2
 }
 
-# Makes the environment, with the extras of setup.cfg that are named.
+# Makes the environment. The arguments are extras of setup.cfg to install.
 environment() {
   local targets=()
   for extra in "$@"; do
@@ -31,7 +31,7 @@ environment() {
   make --no-print-directory environment "${targets[@]}"
 }
 
-# The same, and compiles the package.
+# Does the same, and compiles the package.
 built() {
   make --no-print-directory build
   environment "$@"

@@ -31,7 +31,8 @@ def missing(root: Path, reports: Iterable[Path]) -> list[str]:
     for report in reports:
         for case in ElementTree.parse(report).getroot().iter("testcase"):
             if case.find("skipped") is None:
-                # pytest: the class "tests.unit.test_a.TestB" of a file or of a class in it. ctest: the name "a_test".
+                # pytest names a file, or a class in it, as "tests.unit.test_a.TestB". ctest names an executable
+                # "a_test".
                 parts = (case.get("classname") or "").split(".")
                 ran |= {"/".join(parts[: length + 1]) for length in range(len(parts))}
                 ran.add(case.get("name", ""))

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The README's commands on a machine that has nothing yet: a bare Debian or Ubuntu, made for this and removed after.
+# Runs the README's commands on a bare Debian or Ubuntu, which it makes for this and removes afterwards.
 #
 #   tools/fresh.sh [command ...]     instead of the README's own, for example: tools/fresh.sh 'make build'
 #
 #   FRESH=build/fresh                folder for the machine, some 8 GB, and for the log
 #   FRESH_RELEASE=bookworm           another release than this machine's, from the same mirror: another Python and compiler
-#   FRESH_USER=newcomer              whose commands they are; root is another common newcomer, in a container
-#   KEEP=                            if set, the machine stays for a look; the next run removes it
+#   FRESH_USER=newcomer              the user who runs the commands; in a container that is often root
+#   KEEP=                            if set, the machine stays for inspection; the next run removes it
 #
 # TORCH, UCX and the like reach the commands from the environment, as they do without a fresh machine.
 #
-# The packages are those that the README names, and the commands those of its section "The two commands": what the page
-# says is what runs. The checkout is cloned, so a change that is not committed is not there. Packages come from where apt
-# and pip of this machine take them: pip's files and PIP_ variables go along, with the folders and files that they name.
+# The README names the packages, and its section "The two commands" has the commands. The checkout is cloned, so
+# uncommitted changes are missing. apt and pip use the same sources as on this machine: pip's files and PIP_ variables
+# are passed on, with the folders and files that they name.
 #
 # Needs root, mmdebstrap, and package lists (apt-get update).
 set -euo pipefail
@@ -44,11 +44,11 @@ else
 fi
 
 . /etc/os-release
-# In one form, whatever the files of apt are written in; and without other people's packages.
+# The sources in one format, whichever format apt's files have, and without third-party packages.
 sources=$(apt-get indextargets --format 'deb $(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' "Origin: ${ID^}")
 release=${FRESH_RELEASE:-$VERSION_CODENAME}
 if [ "$release" != "$VERSION_CODENAME" ]; then
-  sources=$(sed -n "s/ $VERSION_CODENAME / $release /p" <<< "$sources") # its updates may be elsewhere, or not there yet
+  sources=$(sed -n "s/ $VERSION_CODENAME / $release /p" <<< "$sources") # its updates may be elsewhere or missing
 fi
 [ -n "$sources" ] || give_up "apt has no lists of ${ID^}'s packages: apt-get update"
 
@@ -59,7 +59,7 @@ trap '[ -n "${KEEP:-}" ] || rm -rf --one-file-system "$root"' EXIT
 SECONDS=0
 say() { echo "fresh: [$SECONDS s] $*"; }
 
-# Proxies and the like.
+# Pass on proxies and similar options.
 apt_options=()
 while IFS= read -r option; do
   apt_options+=("--aptopt=$option")
@@ -75,7 +75,8 @@ say "a bare $(. "$root/etc/os-release" && echo "$PRETTY_NAME")"
 
 git clone --quiet "file://$PWD" "$root$home/torch_ucx_rpc"
 
-# pip's configuration. Paths in it mean the same there; an index in a folder, file:///.../simple, has its files beside it.
+# pip's configuration. Its paths are mounted at the same places. An index in a folder, file:///.../simple, has its files
+# beside it.
 declare -A shown=()
 show_paths_of() {
   while IFS= read -r path; do
@@ -94,7 +95,7 @@ while IFS= read -r variable; do
 done < <(env | grep -iE '^(PIP_[A-Z_]*|https?_proxy|no_proxy|TORCH|UCX)=' || true)
 binds=()
 for path in "${!shown[@]}"; do
-  # The parts of an address look like paths, too.
+  # Parts of a web address look like paths, too.
   case $path in '' | / | /proc* | /dev* | /sys*) continue ;; esac
   if [ -d "$path" ]; then
     mkdir -p "$root$path"

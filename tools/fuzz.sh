@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Gives hostile bytes to the readers of the wire format, under AddressSanitizer and UBSan. Needs clang with libFuzzer
+# Feeds hostile bytes to the readers of the wire format, under AddressSanitizer and UBSan. Needs clang with libFuzzer
 # (apt install clang libclang-rt-dev).
 #
 #   tools/fuzz.sh                 20 seconds
 #   tools/fuzz.sh --seconds 600
 #
-# The next run goes on with the inputs in build/fuzz/corpus. An input that fails is written to build/fuzz, and named.
+# The next run continues with the inputs in build/fuzz/corpus. A failing input is written to build/fuzz, and its name
+# printed.
 . "$(dirname "$0")/environment.sh"
 
 seconds=20

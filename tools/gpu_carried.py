@@ -1,4 +1,4 @@
-"""The files for a machine with a GPU and without a network, and the substitute for an installation there."""
+"""Prepare files for a GPU machine without a network, and replace the installation there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import build_environment
 
 ROOT = build_environment.ROOT
 
-# The downloads of `prepare`. Images with torch mostly have the rest.
+# The downloads of `prepare`. Most images with torch have the rest.
 CARRIED = ("expecttest", "iniconfig", "execnet", "pluggy", "pytest>=9.0", "pytest-timeout", "pytest-xdist")
 # The files that the build leaves in the package, beside the extension.
 BUILT = ("_build_info.py", "_torch_headers.txt")
@@ -28,8 +28,7 @@ def commit() -> str:
 
 
 def prepare(folder: Path, ucx: str) -> int:
-    """Fill the folder for a machine without a network: UCX, RMM, pytest, the extension of this Python, and the
-    commit."""
+    """Fill the folder for a machine without a network: UCX, RMM, pytest, this Python's extension, and the commit."""
     folder.mkdir(parents=True, exist_ok=True)
     cuda = ucx.rpartition("-cu")[2]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
@@ -51,7 +50,7 @@ def prepare(folder: Path, ucx: str) -> int:
 
 
 def write_metadata(folder: Path) -> None:
-    """The version and the entry points of this package, which it asks for itself, as if it were installed there."""
+    """Write this package's version and entry points, which it looks up, as if it were installed there."""
     config = build_environment.setup_cfg()
     name, version = config["metadata"]["name"], config["metadata"]["version"]
     metadata = folder / f"{name}-{version}.dist-info"

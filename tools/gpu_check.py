@@ -1,17 +1,17 @@
-"""Everything that needs a GPU: looks at the machine, tests, measures, and writes down what comes as it comes.
+"""Everything that needs a GPU: probes the machine, tests, measures, and records each result at once.
 
-    python tools/gpu_check.py prepare FOLDER    here, before: what a machine without a network needs, 50 MiB
+    python tools/gpu_check.py prepare FOLDER    here, first: 50 MiB for a machine without a network
     python tools/gpu_check.py first             probe, tests, benchmarks: in less than 9 minutes
     python tools/gpu_check.py second            PyTorch's suites for GPUs, compute-sanitizer: likewise
     python tools/gpu_check.py first --steps probe
-    python tools/gpu_check.py rehearse          the same way through CPU tests and one that hangs, in half a minute
+    python tools/gpu_check.py rehearse          the same procedure with CPU tests and one that hangs, in half a minute
     python tools/gpu_check.py rehearse-all      all steps without a GPU, with CPU tests instead of GPU tests
 
-The torch is the one of the Python that runs this, a CUDA build, which nothing here replaces. The environment,
-.venv-gpu, sees the packages beside that torch and adds missing ones, from FOLDER if --wheels names it. A compiled
-extension in FOLDER is used if it can be imported, and otherwise one is built.
+The torch belongs to the Python that runs this; it is a CUDA build, and nothing here replaces it. The environment,
+.venv-gpu, sees the packages beside that torch and adds missing ones, from FOLDER if --wheels names it. The compiled
+extension in FOLDER is used if it can be imported. Otherwise one is built.
 
-The results lie in the folder --out ($OUT, or build/gpu-check): 8 small files at most; supervisor.py says more.
+The results are in the folder --out ($OUT, or build/gpu-check): at most 8 small files. supervisor.py describes them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ALL_S = 520.0
 REHEARSAL_S = 240.0
 WHOLE_REHEARSAL_S = 3000.0
 
-# Tests at a time, of mostly two processes each.
+# Tests that run at a time; most have two processes.
 AT_ONCE = str(min(8, max(2, (os.cpu_count() or 2) // 2)))
 
 # Needs of the tests and benchmarks besides torch and UCX. (The extra `test` has launchers and tools as well.)
@@ -67,10 +67,11 @@ class Check(Supervisor):
         self._ucx = ucx
 
     def environment(self) -> dict[str, Any]:
-        """A virtual environment over the packages of this Python, which may itself be of one, its pip included."""
+        """Make a virtual environment that sees the packages of this Python, including pip. This Python may itself be in
+        one."""
         self.run(sys.executable, "-m", "venv", "--without-pip", VENV)
         purelib = self.ask(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-        # Not the folders alone: they have .pth files themselves. The package is not installed: it is found beside this.
+        # addsitedir also reads the folders' own .pth files. The package is not installed: the path finds it in ROOT.
         beside = [f"import site; site.addsitedir({path!r})\n" for path in sys.path if path.endswith("-packages")]
         Path(purelib, "beside.pth").write_text(f"{''.join(beside)}{ROOT}\n", encoding="utf-8")
         write_metadata(Path(purelib))
@@ -80,7 +81,7 @@ class Check(Supervisor):
         try:
             self.install(*wanted)
         except Failed:
-            for package in wanted:  # a missing one must not cost the others
+            for package in wanted:  # one missing package must not prevent the others
                 try:
                     self.install(package)
                 except Failed as missing:
@@ -95,7 +96,7 @@ class Check(Supervisor):
         self.run(self.python, "-m", "pip", "install", "--disable-pip-version-check", *offline, *packages, at_most_s=60)
 
     def extension(self) -> dict[str, Any]:
-        """The extension that was carried, if it works with this torch; otherwise it is built."""
+        """Use the extension from FOLDER if it works with this torch; otherwise build it."""
         carried = sorted(self.wheels.glob(f"_C{EXTENSION_SUFFIXES[0]}")) if self.wheels else []
         beside = [self.wheels / name for name in BUILT] if carried and self.wheels else []
         for file in [*carried, *(file for file in beside if file.exists())]:
@@ -112,13 +113,13 @@ class Check(Supervisor):
 
     def build(self) -> None:
         for package in build_environment.requirements("build"):
-            with contextlib.suppress(Failed):  # the machine may have it beside its torch; else the build names it
+            with contextlib.suppress(Failed):  # the machine may have it already; else the build's error names it
                 self.install(package)
         self.run(self.python, "setup.py", "--quiet", "build_ext", "--inplace")
 
     def probe(self) -> dict[str, Any]:
-        """Facts that no test shows: the machine, UCX's findings there, and how an echo of tensors travels in several
-        ways."""
+        """Find facts that no test shows: the machine, what UCX finds there, and how an echo of tensors travels in
+        several ways."""
         for command in _LOOK:
             with contextlib.suppress(Failed):
                 self.run(*command, at_most_s=8)
@@ -139,7 +140,7 @@ class Check(Supervisor):
             ("echo with UCX's pipelines", 15, {"UCX_RNDV_PIPELINE_ERROR_HANDLING": "y"}),
         ):
             with contextlib.suppress(Failed):
-                # All of `run`'s own keywords are given, so the setting goes to the environment.
+                # All of `run`'s own keywords are passed, so the setting becomes an environment variable.
                 found[name] = figures(self.run(*echo, at_most_s=seconds, since=None, must_pass=False, **setting))
         with contextlib.suppress(Failed):
             found["ucx_perftest"] = figures(self.run(self.python, "-c", _PERFTEST, at_most_s=30, must_pass=False))
@@ -148,11 +149,11 @@ class Check(Supervisor):
         return found
 
     def tests(self) -> dict[str, Any]:
-        """This project's tests that need a GPU."""
+        """Run this project's tests that need a GPU."""
         return self.pytest("-n", AT_ONCE, "tests/e2e/test_cuda.py", "tests/e2e/test_arrays.py", "-m", "gpu")
 
     def benchmarks(self, name: str = "device_tensors", rounds: int = 2) -> dict[str, Any]:
-        """The echo of CUDA tensors against TensorPipe, and UCX's own benchmark. Fails where a bound is missed."""
+        """Compare the echo of CUDA tensors with TensorPipe, and run UCX's own benchmark. Fail if a bound is missed."""
         failure = None
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rounds.json")
@@ -170,20 +171,20 @@ class Check(Supervisor):
         return found
 
     def conformance(self) -> dict[str, Any]:
-        """PyTorch's suites for GPUs."""
+        """Run PyTorch's suites for GPUs."""
         return self.suites("-n", AT_ONCE, "--cuda", "tests/conformance/test_cuda_suites.py")
 
     def suites(self, *arguments: str) -> dict[str, Any]:
-        """Some of PyTorch's suites, with a report for tests/conformance/page.py."""
+        """Run some of PyTorch's suites, with a report for tests/conformance/page.py."""
         return self.pytest(f"--conformance-report={self.out / 'conformance.json'}", *arguments)
 
     def sanitizer(self) -> dict[str, Any]:
-        """A job under compute-sanitizer, the workers included."""
+        """Run a job and its workers under compute-sanitizer."""
         test = [*PYTEST, "tests/e2e/test_cuda.py", "-k", "memory_is_not_reused and torch and shared"]
         printed = self.run(
             "compute-sanitizer",
             "--target-processes=all",
-            "--report-api-errors=no",  # UCX asks CUDA about memory of all kinds, and gets an error for other memory
+            "--report-api-errors=no",  # UCX asks CUDA about any memory, and gets an error if it is not CUDA's
             *(str(self.python), "-m", "pytest", *test),
             **WITHOUT_OTHERS,
         )
@@ -198,12 +199,12 @@ class Check(Supervisor):
         return self.pytest("-n", "2", "tests/unit/test_latencies.py")
 
     def cpu_tests(self) -> dict[str, Any]:
-        """CPU tests in place of those for GPUs; test_cuda.py is collected too."""
+        """Run CPU tests instead of those for GPUs. test_cuda.py is collected too."""
         files = [f"tests/e2e/test_{name}.py" for name in ("calls", "cuda", "rrefs", "tensors")]
         return self.pytest("-n", "2", *files)
 
     def cpu_benchmark(self) -> dict[str, Any]:
-        """A benchmark in place of the one for GPUs. Missed bounds do not count, since a busy machine misses them."""
+        """Run a benchmark instead of the one for GPUs. Missed bounds do not count, since a busy machine misses them."""
         try:
             return self.benchmarks("small_calls", 1)
         except Failed as failed:
@@ -213,7 +214,7 @@ class Check(Supervisor):
             return {"table": table}
 
     def stub(self) -> dict[str, Any]:
-        """UCX and our agents with device memory, on the driver of tests/cuda_stub. Compiles them, if need be."""
+        """Run UCX and our agents with device memory on the driver of tests/cuda_stub. Compile them if needed."""
         self.build()
         directory = self.ask(self.python, ROOT / "tools" / "build_environment.py", "directory")
         self.run("cmake", "-DTORCH_UCX_RPC_TESTS=ON", directory)
@@ -226,7 +227,7 @@ class Check(Supervisor):
         return self.suites("-n", "2", "tests/conformance/test_generic.py", "-k", "test_add or test_py_built_in or rref")
 
     def one_hangs(self) -> dict[str, Any]:
-        """One test passes, one hangs where no exception reaches it. Passes if it finds that."""
+        """Run a test that passes, and one that hangs where no exception reaches it. Pass if the report says so."""
         with tempfile.TemporaryDirectory(dir=self.out) as folder:
             Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
             test = Path(folder, "test_hanging.py")
@@ -250,7 +251,7 @@ class Check(Supervisor):
 
 
 def figures(printed: str) -> list[Any]:
-    """Return the JSON among what tools/gpu_probe.py prints. Its processes, and UCX's log, may share a line."""
+    """Return the JSON that tools/gpu_probe.py prints. A line may mix output of its processes and UCX's log."""
     found, at, decoder = [], 0, json.JSONDecoder()
     while (at := printed.find('{"', at)) >= 0:
         try:
@@ -261,7 +262,7 @@ def figures(printed: str) -> list[Any]:
     return found
 
 
-# At the machine.
+# The steps of each command.
 _LOOK = (
     ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current", "--format=csv"),
     ("nvidia-smi", "nvlink", "--status"),
@@ -379,7 +380,7 @@ def main() -> int:
             parser.error("prepare needs a folder")
         return prepare(arguments.folder, arguments.ucx)
 
-    # A signal must end the children too: they have sessions of their own.
+    # A signal must end the children too, since each has its own session.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps = (COMMANDS | REHEARSALS)[arguments.command]

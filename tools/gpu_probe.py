@@ -1,7 +1,7 @@
-"""An echo of tensors between two workers: times, lanes, and the driver's facts about their memory.
+"""Echo tensors between two workers: times, lanes, and what the driver says about their memory.
 
-Prints a line of JSON for each finding, as it comes; UCX's own log stands between them. tools/gpu_check.py runs it with
-several settings of UCX. By hand:
+Prints each finding at once, as a line of JSON between lines of UCX's log. tools/gpu_check.py runs it with several
+settings of UCX. By hand:
 
     UCX_PROTO_INFO=y python tools/gpu_probe.py
 """
@@ -38,7 +38,7 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, int]:
-    """The attributes as UCX asks for them, or the driver's error for one that fails."""
+    """Return the attributes that UCX asks for. A query that fails has the driver's error instead."""
     driver = ctypes.CDLL("libcuda.so.1")
     found = {}
     for name, (number, _) in ATTRIBUTES.items():
@@ -90,7 +90,7 @@ def work(rank: int, store: str) -> None:
         measure("cpu", "cpu", "cpu")
         if has_gpu:
             found = attributes_of(torch.zeros(2**20, device="cuda"))
-            # As csrc/transport/ucp/device_sharing.cpp judges; `staged_bytes` below shows the result.
+            # The rule of csrc/transport/ucp/device_sharing.cpp. `staged_bytes` below shows its result.
             say(attributes=found, can_share=found["legacy IPC"] == 1 and found["range covers it"] == 1)
             measure("gpu", "cuda", "gpu")
         debug = _get_current_rpc_agent().get_debug_info()

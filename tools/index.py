@@ -5,7 +5,7 @@
 
     pip install torch_ucx_rpc 'torch==2.13.*' --extra-index-url <address of dist/index>
 
-One package and its releases need two pages, less than the options of a program that makes indexes.
+One package needs only two pages, so no program for indexes is needed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def link(file: Path, packages_url: str, requires_python: str) -> str:
 
 
 def make_index(dist: Path, packages_url: str) -> Path:
-    """The folder of the index."""
+    """Make the index, and return its folder."""
     files = sorted([*dist.glob("torch_ucx_rpc-*.whl"), *dist.glob("torch_ucx_rpc-*.tar.gz")])
     if not files:
         raise build_environment.Missing(

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs a verb of make several times beside two busy processes. A test that fails there relies on a fast machine.
+# Runs a target of make several times beside two busy processes. A test that fails only then relies on a fast machine.
 #
 #   tools/loaded.sh                                `make test`, ten times
 #   tools/loaded.sh --times 3 test-libraries       another verb
 #
-# The output of each run is in build/loaded. Ends with the tests that have failed, and how often.
+# The output of each run is in build/loaded. At the end it lists the tests that have failed, and how often.
 . "$(dirname "$0")/environment.sh"
 
 times=10
@@ -33,6 +33,6 @@ for run in $(seq "$times"); do
   fi
 done
 echo "$failed of $times runs failed"
-# As pytest and ctest name them.
+# The lines of pytest and ctest that name a failed test.
 grep -hoE '^(FAILED|ERROR) [^ ]+|[^ ]+ \(Failed\)|[^ ]+ \(Timeout\)' build/loaded/*.log | sort | uniq -c | sort -rn || true
 [ "$failed" -eq 0 ]

@@ -1,13 +1,13 @@
-"""Builds and tests the project for one torch after the other, each in a copy of the sources of its own.
+"""Builds and tests the project for one torch after the other, each in its own copy of the sources.
 
     python tools/matrix.py                         the oldest torch that setup.cfg allows, and PyPI's newest
     python tools/matrix.py 2.11.0 2.13.0           these
     python tools/matrix.py 2.14.1 --python 3.10 /opt/bin/python3.14     with each of these Pythons: on PATH, or a path
 
-A copy each, since the extension is compiled into the source tree: for another torch it would replace the one there.
-The copies, build/matrix/<version>-<python>, have their environments inside and stay for the next run: a CUDA build of
-torch, which PyPI's are, takes several gigabytes. `make clean` removes them. The output of make is in a file of the same
-name and the ending .log beside them.
+Each torch has a copy, since the extension is compiled into the source tree. The copies,
+build/matrix/<version>-<python>, contain their environments and stay for the next run. Each takes several gigabytes,
+since PyPI's torch is built with CUDA. `make clean` removes them. Make's output is in <version>-<python>.log beside
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def copy_sources(destination: Path) -> None:
     for gone in {Path(line) for line in copied.read_text().splitlines()} - files if copied.exists() else ():
         (destination / gone).unlink(missing_ok=True)
     for file in files:
-        # An unchanged file is left alone, and so not compiled again; a changed one is newer than its objects.
+        # An unchanged file keeps its time, so it is not compiled again. A changed one is newer than its objects.
         copy = destination / file
         if not copy.exists() or not filecmp.cmp(ROOT / file, copy, shallow=False):
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def copy_sources(destination: Path) -> None:
 
 
 def interpreter(python: str) -> str:
-    """Return the path of an interpreter: ``python`` is a version such as 3.12, to be found on PATH, or a path."""
+    """Return the path of an interpreter. ``python`` is a version on PATH, such as 3.12, or a path."""
     path = shutil.which(python if "/" in python else f"python{python}")
     if path is None:
         sys.exit(f"torch_ucx_rpc: there is no {python if '/' in python else f'python{python} on PATH'}")
@@ -72,13 +72,13 @@ def interpreter(python: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """Return the version by the interpreter itself, such as 3.12.1."""
+    """Return the version that the interpreter reports, such as 3.12.1."""
     asked = [path, "-c", "import platform; print(platform.python_version())"]
     return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def run(version: str, python: str, verbs: str) -> tuple[bool, str]:
-    """Return whether make succeeded, and the last lines of the tests."""
+    """Run make. Return whether it succeeded, and the last lines of the tests."""
     name = f"{version}-{name_of(python)}"
     folder = MATRIX / name
     copy_sources(folder)

@@ -1,4 +1,4 @@
-"""The outcomes of tests: from pytest's results, or from its output where it was ended before it wrote any."""
+"""The outcomes of tests, from pytest's results. If pytest was ended before it wrote any, they come from its output."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 _HOW = "(PASSED|FAILED|ERROR|SKIPPED)"
 _ENDING = re.compile(rf"^(?:\[gw\d+\] \[ *\d+%\] )?(?:{_HOW} (\S+)|(\S+::\S+) {_HOW})", re.MULTILINE)
 
-# The line at the beginning of a test: the name. Without pytest-xdist the outcome follows on the same line.
+# The line at the beginning of a test has its name. Without pytest-xdist the outcome follows on the same line.
 _BEGINNING = re.compile(r"^(\S+\.py::\S+)(?: |$)", re.MULTILINE)
 
-# The end of a failure's text is kept.
+# A failure's text is cut to its last part.
 _MOST_TEXT = 4000
 
 
 def outcome(results: Path, printed: str) -> dict[str, Any]:
-    """How many tests passed, which were skipped or failed, and why; from what pytest printed if it wrote no results."""
+    """Return how many tests passed, and which were skipped or failed, and why. Without results, read pytest's
+    output."""
     failed: dict[str, str] = {}
     skipped: list[str] = []
     passed = 0
     lines = _ENDING.findall(printed)
     endings = {(second_name or name): (how or second_how) for how, name, second_name, second_how in lines}
-    # The tests that have begun and not ended: where pytest was ended, look at these.
+    # The tests that have begun and not ended: if pytest was ended, one of these may hang.
     unfinished = {"unfinished": sorted(begun)} if (begun := set(_BEGINNING.findall(printed)) - set(endings)) else {}
     try:
         cases = list(ElementTree.parse(results).getroot().iter("testcase"))

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs all benchmarks, on a machine that does nothing else. Writes benchmarks/results, and the tables and plots of the
-# docs. Half an hour.
+# docs. It takes half an hour.
 #
 #   tools/record_benchmarks.sh
 #
-# Missed bounds are recorded like the others, and fail this. So do contenders that fail.
+# Missed bounds are recorded too. The script fails if a bound was missed or a contender failed.
 . "$(dirname "$0")/environment.sh"
 
-# The other libraries have an environment of their own: UCXX wants an older UCX, and Monarch needs a torch. A library
-# that cannot be installed is left out.
+# The other libraries have their own environment: UCXX needs an older UCX, and Monarch needs a torch. A library that
+# cannot be installed is left out.
 peers=.venv-peers
 if [ ! -e "$peers/.done" ]; then
   python3 -m venv "$peers"

@@ -9,7 +9,7 @@
 #   tools/release.sh index --packages-url https://example.org/v1     the same, where the files are served elsewhere
 . "$(dirname "$0")/environment.sh"
 
-# The tools have an environment of their own.
+# The tools have their own environment.
 tools=build/release-tools
 release_tools() {
   if [ ! -e "$tools/.done" ] || [ setup.cfg -nt "$tools/.done" ]; then

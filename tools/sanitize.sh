@@ -7,8 +7,8 @@
 #   tools/sanitize.sh light          the tests that compile without torch's headers, under the first three: minutes
 #   tools/sanitize.sh thread -R call_table     options of ctest
 #
-# Each has a build folder, build/sanitize-address or build/sanitize-thread. A second run compiles only the changes. One
-# test: OMP_NUM_THREADS=1 build/sanitize-thread/tests/agent_faults_test --gtest_filter='*Death*'
+# The build folders are build/sanitize-address and build/sanitize-thread. A second run compiles only the changes. To run
+# one test: OMP_NUM_THREADS=1 build/sanitize-thread/tests/agent_faults_test --gtest_filter='*Death*'
 . "$(dirname "$0")/environment.sh"
 
 # sanitize KIND TARGET OPTION-OF-CTEST...

@@ -1,4 +1,4 @@
-"""A program and all that it starts, as one session: which processes are in it, their stacks, and its end."""
+"""A program and all processes that it starts are one session. List its processes, write their stacks, end it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The time for the last words of a run that is over, and for writing stacks, in seconds.
+# The seconds that a program has to write its results when its time is up, and those for writing stacks.
 LAST_WORDS_S = 10.0
 STACKS_S = 20.0
 
@@ -30,7 +30,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def write_stacks(session: int, log: int, at_most_s: float, path: str | None = None) -> None:
-    """Write the C++ stacks of a session's processes into an open file, by a debugger if there is one on the path."""
+    """Write the C++ stacks of a session's processes into an open file, if there is a debugger on the path."""
     debugger = shutil.which("gdb", path=path) or shutil.which("cuda-gdb", path=path)
     until = time.monotonic() + at_most_s
     for pid in processes_of(session):
@@ -51,7 +51,8 @@ def write_stacks(session: int, log: int, at_most_s: float, path: str | None = No
 
 
 def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None:
-    """Send Ctrl-C, for pytest's results; then SIGABRT, upon which Python writes its stacks; then kill what is left.
+    """Send Ctrl-C, so that pytest writes its results. Then send SIGABRT, so that Python writes its stacks. Then kill
+    the rest.
 
     A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """
@@ -59,7 +60,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
         results_s = LAST_WORDS_S * 0.6
         _send(process.pid, signal.SIGINT)  # pytest-xdist passes it on to its workers
         _wait_until(lambda: process.poll() is not None, results_s)
-        # The processes write one after the other, while the rest stands still: they share the log, and would garble it.
+        # The processes write one after the other, while the rest is stopped: they share the log, and would garble it.
         for pid in processes_of(process.pid):
             _send(pid, signal.SIGSTOP)
         until = time.monotonic() + min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))
@@ -71,12 +72,12 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """End it at once, with all that it has started."""
+    """End the program at once, with all processes that it has started."""
     for pid in processes_of(process.pid):
         _send(pid, signal.SIGKILL)
     process.wait()
-    # The others are not its children, and a killed process ends when it runs next. A process that hangs in a driver
-    # does not.
+    # The other processes are not children of this one. A killed process ends when it next runs; one that hangs in a
+    # driver does not.
     _wait_until(lambda: not processes_of(process.pid), LAST_WORDS_S * 0.2)
 
 

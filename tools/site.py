@@ -1,7 +1,7 @@
-"""Hooks of MkDocs (mkdocs.yml): they make a site of Markdown that is written to be read on GitHub too.
+"""Hooks of MkDocs (mkdocs.yml) that make the site. The same Markdown can be read on GitHub.
 
-* Files outside docs/ that a page links to become pages of the site, in its folder ``repository``: Markdown as it is,
-  sources as code, folders as lists. So a link leads to the same file here and on GitHub.
+* Files outside docs/ that a page links to become pages in the site's folder ``repository``: Markdown unchanged, sources
+  as code, folders as lists. So a link leads to the same file on the site and on GitHub.
 * The API reference has a page for each public module, which mkdocstrings fills from the docstrings.
 * A public name without a docstring is a warning, which ends a strict build. ``python tools/site.py`` lists them.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# The tests of this file do without MkDocs.
+# The tests of this file do not need MkDocs.
 if TYPE_CHECKING:
     import griffe
     from mkdocs.config.defaults import MkDocsConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
-# Folders of the site for the pages that are made here.
+# The site's folders for the pages that this file makes.
 REPOSITORY = "repository"
 API = "api"
 
@@ -54,14 +54,14 @@ log = logging.getLogger("mkdocs.hooks.site")
 
 
 def location(path: str) -> str:
-    """The place of a file of the repository among the files of the site; both are POSIX paths."""
+    """Return the place in the site of a file of the repository; both are POSIX paths."""
     if path.startswith(f"{DOCS}/"):
         return path[len(DOCS) + 1 :]
     return f"{REPOSITORY}/{path}" if path.endswith(".md") else f"{REPOSITORY}/{path}.md"
 
 
 def origin(name: str) -> str:
-    """The file of the repository that is at this place of the site; the inverse of `location`."""
+    """Return the file of the repository at this place of the site: the inverse of `location`."""
     if not name.startswith(f"{REPOSITORY}/"):
         return f"{DOCS}/{name}"
     path = name[len(REPOSITORY) + 1 :]
@@ -78,7 +78,7 @@ def linked_file(path: str, target: str | None) -> tuple[str, str] | None:
 
 
 def outside(path: str) -> set[str]:
-    """The files outside docs/ that this page links to, directly or through each other."""
+    """Return the files outside docs/ that this page links to, directly or through such files."""
     found: set[str] = set()
     pages = [path]
     while pages:
@@ -147,7 +147,8 @@ def complaints() -> Iterator[str]:
 
 
 def undocumented_of(named: griffe.Object, path: str) -> Iterator[str]:
-    """A class also has its methods and properties. Its other attributes stand in its own docstring."""
+    """Return those of an object. A class adds its methods and properties; its docstring describes its other
+    attributes."""
     if (named.is_class or named.is_function) and named.docstring is None:
         yield path
     if named.is_class:
@@ -171,7 +172,7 @@ def is_described(owner: griffe.Class, name: str) -> bool:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The description stands in setup.cfg."""
+    """Take the site's description from setup.cfg."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     config.site_description = setup["metadata"]["description"]

@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads docstrings for the site (mkdocs.yml): they are written for ``help()``.
+"""An extension of griffe (mkdocs.yml). It adapts docstrings, which are written for ``help()``, to the site.
 
 * Blocks after two colons, and examples with ``>>>``, become code blocks.
 * A public name of the package in single backticks becomes a link, and so does the name of a page.
@@ -14,7 +14,7 @@ from typing import Any
 import griffe
 
 LAYOUT = re.compile(r"\n(?:How (?:the package|it) is laid out|The modules and folders of the package).*", re.DOTALL)
-# An indented block after a paragraph that ends in two colons, or with prompts.
+# An indented block that follows two colons, or that has prompts.
 CODE = re.compile(
     r"^(?P<indent>[ ]*)(?P<announced>[^\n]*)::\n\n(?P<code>(?:(?P=indent)[ ]+[^\n]*(?:\n|\Z)|[ ]*\n)+)"
     r"|^(?P<more>[ ]+)(?P<prompt>>>>[^\n]*(?:\n(?P=more)[^\n]+)*)",

@@ -1,8 +1,9 @@
-"""Runs steps one after the other, each within its time, and keeps their output and findings as they come.
+"""Runs steps one after the other, each within its time, and keeps their output and findings at once.
 
 Each step runs, even if another has failed, and leaves later steps their time. The output of its programs is in
-<step>.log, and the report in report.json, in one folder. The files are few and small, since lent machines give back no
-more. The report is complete after each step, and while one runs it says so. The logs have the stacks of hung processes.
+<step>.log, and the report in report.json, in one folder. The files are few and small, since a lent machine may return
+no more. The report is written before and after each step, and names a step that is running. The logs have the stacks of
+hung processes.
 """
 
 from __future__ import annotations
@@ -30,30 +31,29 @@ ROOT = build_environment.ROOT
 LOG_BEGINS = 2 * 2**20
 LOG_ENDS = 6 * 2**20
 
-# Python writes its stacks when it is aborted, and its output at once.
+# With these variables Python writes its stacks when it is aborted, and its output at once.
 _QUIET = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
-# Where containers with NVIDIA's driver, and machines with CUDA, have programs and libraries that may be on no path.
+# Containers with NVIDIA's driver, and machines with CUDA, have programs and libraries here that may be on no path.
 _PROGRAMS = ("/usr/local/cuda/bin", "/usr/local/nvidia/bin")
 _LIBRARIES = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
 
 
 class WithoutOthers(TypedDict):
-    """A part of an environment, with its names: `run` takes others for other arguments."""
+    """A part of an environment for `run`, which takes no other keywords as variables."""
 
     PYTEST_DISABLE_PLUGIN_AUTOLOAD: str
 
 
-# The limit of one test. The output of pytest-xdist shows which test was under way. Plug-ins that the machine happens to
-# have are not loaded: warnings of theirs would be errors. By their modules, since pytest-xdist's processes know no
-# other names.
+# The limit of one test. The output of pytest-xdist shows which test was running. Other plug-ins of the machine are not
+# loaded: their warnings would be errors. Plug-ins are named by module: pytest-xdist's processes know no other names.
 PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_timeout")
 PYTEST = (*PLUGINS, "-v", "--tb=short", "--timeout=45", "-p", "no:cacheprovider")
 WITHOUT_OTHERS: WithoutOthers = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 class Failed(Exception):
-    """A step did not pass. The text says why, and `found` has its findings up to then."""
+    """A step did not pass. The text says why, and `found` has its findings so far."""
 
     def __init__(self, why: str, found: dict[str, Any] | None = None) -> None:
         super().__init__(why)
@@ -63,7 +63,7 @@ class Failed(Exception):
 @dataclasses.dataclass(frozen=True)
 class Step:
     run: Callable[[Any], dict[str, Any] | None]  # with the Supervisor
-    least_s: float  # is left to it by those before
+    least_s: float  # earlier steps leave it this time
     most_s: float
 
 
@@ -76,7 +76,7 @@ class Supervisor:
         self.step = ""
         self.step_ends = 0.0
         self.report: dict[str, Any] = {"steps": {}}
-        # The time counts from the beginning of the process, since the lender's clock does.
+        # The time counts from the start of the process, like the time for which the machine is lent.
         self.ends = time.monotonic() - age_s() + all_s
 
     @property
@@ -87,13 +87,13 @@ class Supervisor:
         return min(self.step_ends, self.ends) - time.monotonic()
 
     def write_report(self) -> None:
-        """The report is written whole or not at all: a command may be ended at any time."""
+        """Write the report atomically: this command may be ended at any time."""
         new = self.out / ".report"
         new.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         new.rename(self.out / "report.json")
 
     def do(self, steps: dict[str, Step]) -> bool:
-        """Run all, and return whether all have passed."""
+        """Run all steps, and return whether all have passed."""
         names = list(steps)
         for index, name in enumerate(names):
             self.step = name
@@ -110,7 +110,7 @@ class Supervisor:
                 entry["found"] = steps[name].run(self)
             except Failed as failed:
                 entry = {"passed": False, "why": str(failed), "found": failed.found}
-            except Exception:  # a fault of a step must not cost the steps after it
+            except Exception:  # a fault in a step must not prevent later steps
                 entry = {"passed": False, "why": traceback.format_exc()}
             entry["seconds"] = round(time.monotonic() - began, 1)
             self.report["steps"][name] = entry
@@ -133,8 +133,8 @@ class Supervisor:
         """Run the command, and return its output, which also goes to the step's log. Raise Failed if it fails or is
         late.
 
-        It has the time of its step, and at most `at_most_s` from its start, or from the moment when `since` is true.
-        The stacks of a late process are written first. Then pytest gets the chance to write its results.
+        The command has the time of its step, and at most `at_most_s` from its start, or from the moment when `since` is
+        true. If it is late, its stacks are written first. Then pytest can still write its results.
         """
         began = time.monotonic()
         last = began + self.seconds_left() - LAST_WORDS_S
@@ -170,11 +170,11 @@ class Supervisor:
                 why = f"was ended after {time.monotonic() - began:.0f} s"
                 sessions.write_stacks(process.pid, log.fileno(), min(STACKS_S, max(1.0, self.seconds_left())), path)
                 sessions.end(process, self.seconds_left())
-            except BaseException:  # this program is to end
+            except BaseException:  # this program must end
                 sessions.kill(process)
                 raise
             else:
-                sessions.end(process)  # its leftovers
+                sessions.end(process)  # end what the command has left
                 if process.returncode != 0:
                     why = f"exit code {process.returncode}"
         with self.log.open(encoding="utf-8", errors="replace") as log:
@@ -189,7 +189,8 @@ class Supervisor:
         return self.run(*command, **limits).strip().rpartition("\n")[2]
 
     def pytest(self, *arguments: str | Path, **limits: Any) -> dict[str, Any]:
-        """The outcomes of the tests. Raise Failed if a test failed, none ran, or not all could."""
+        """Run pytest, and return the outcomes of the tests. Raise Failed if a test failed, none ran, or some could not
+        run."""
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder, "results.xml")
             failure, began = None, self.log.stat().st_size if self.log.exists() else 0
@@ -213,7 +214,7 @@ def libraries(*first: Path | str) -> str:
 
 
 def age_s() -> float:
-    """The age of this process, in seconds."""
+    """Return the age of this process in seconds."""
     started = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))

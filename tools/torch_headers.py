@@ -1,13 +1,13 @@
-"""Writes down which of torch's headers the extension is compiled with, in the form of sha256sum.
+"""Lists the headers of torch that the extension is compiled with, in the format of sha256sum.
 
     python tools/torch_headers.py LISTING INCLUDE_DIRECTORY...
 
 It lists the headers that the C++ sources include, directly or through other headers. The names are relative to the
-first include directory. At import, `torch_ucx_rpc._native` compares the listing with the headers of a torch with
-another patch release than the build's.
+first include directory. If the torch at import is another patch release than the build's, `torch_ucx_rpc._native`
+compares its headers with the listing.
 
-The declarations of torch's operators, nine tenths of the headers, are left out, and what they alone include. An
-operator with other arguments has another symbol, and its absence is an error at load time.
+The list leaves out the declarations of torch's operators, nine tenths of the headers, and what only they include. An
+operator whose arguments change has another symbol, so loading the extension fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def included_in(file: Path) -> list[str]:
 
 
 def headers_of(sources: Iterable[Path], directories: list[Path]) -> list[Path]:
-    """The headers in `directories` that `sources` include, also through others, in any branch of the preprocessor."""
+    """Return the headers in `directories` that `sources` include, directly or not, in any branch of the
+    preprocessor."""
     found: set[Path] = set()
     to_read = list(sources)
     while to_read:
@@ -49,7 +50,7 @@ def headers_of(sources: Iterable[Path], directories: list[Path]) -> list[Path]:
 
 
 def listing_of(headers: Iterable[Path], root: Path) -> str:
-    """Lines of sha256sum, without the headers that are not beneath `root`, which is torch's."""
+    """Return lines of sha256sum for the headers below `root`, torch's folder."""
     lines = []
     for header in headers:
         if header.is_relative_to(root):

@@ -13,5 +13,5 @@ case " $* " in
   *" --list "*) ;;
   *) environment ;;
 esac
-# Nice, since two emulated processors keep two cores busy.
+# Run with nice: two emulated processors keep two cores busy.
 exec nice -n 10 python -m tests.verbs --folder build/verbs "$@"

@@ -1,14 +1,14 @@
-"""Builds the wheels that others install, one for each Python and minor release of torch, into dist/.
+"""Builds the wheels for release into dist/, one for each Python and minor release of torch.
 
     tools/release.sh wheels                                        all that this machine can build
     tools/release.sh wheels --torch 2.13 2.14.0 --python 3.13      these
 
-The Pythons are those that setup.cfg names and that are found on PATH. The torchs are the newest patch releases that the
-index has for a Python, from the oldest minor release that setup.cfg allows. A table at the end also lists omissions
-with their reasons.
+It uses each Python that setup.cfg names and that is on PATH. For each Python it uses the newest patch release of each
+minor release of torch that the index has, from the oldest one that setup.cfg allows. A table at the end also lists
+omissions with their reasons.
 
-A wheel is named for its torch, as in 0.2.0+torch2.13, and requires it. It contains neither torch's libraries nor UCX's:
-those are there at run time. auditwheel gives it the tag of the oldest glibc that it runs with. For manylinux_2_28 run
+A wheel is named for its torch, as in 0.2.0+torch2.13, and requires it. It does not contain the libraries of torch and
+UCX, which exist at run time. auditwheel gives it the tag of the oldest glibc that it runs with. For manylinux_2_28 run
 this in that container, as .github/workflows/release.yml does.
 
 The output of each build is in build/wheels/<python>-<torch>.log.
@@ -33,12 +33,12 @@ ROOT = build_environment.ROOT
 WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 
-# The process has loaded these libraries before the extension.
+# A process loads these libraries before the extension.
 THERE_AT_RUN_TIME = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libucp.so.*", "libucs.so.*")
 
 
 class Failed(Exception):
-    """The reason, for the table."""
+    """A wheel is left out. The text is the reason in the table."""
 
 
 class Outcome(NamedTuple):
@@ -67,16 +67,16 @@ def interpreter(python: str) -> str:
 
 
 def versions_in(answer: str) -> list[str]:
-    """The final releases in what `pip index versions` prints, newest first."""
+    """Return the final releases that `pip index versions` prints, newest first."""
     listed = re.search(r"Available versions: (.*)", answer)
     versions = listed[1].split(", ") if listed else []
     return [version for version in versions if re.fullmatch(r"\d+\.\d+\.\d+(\+\w+)?", version)]
 
 
 def chosen(versions: Iterable[str], wanted: Sequence[str]) -> dict[str, str | None]:
-    """The torch to build with for each entry of `wanted`, a release or a minor release; None where there is none.
+    """Return the torch to build with for each entry of `wanted`, a release or a minor release; None if there is none.
 
-    Without any wanted, the newest of each minor release that the project supports.
+    If `wanted` is empty, return the newest patch release of each minor release that the project supports.
     """
     newest: dict[str, str] = {}
     by_release: dict[str, str] = {}
@@ -120,7 +120,7 @@ class Environment:
 
 
 def build(environment: Environment, torch: str) -> Path:
-    """A wheel as pip makes it, tagged for this machine."""
+    """Build a wheel as pip makes it, tagged for this machine."""
     tool = "tools/build_environment.py"
     environment.pip("install", f"torch=={torch}", *environment.ask(tool, "requirements", "build").splitlines(), "numpy")
     environment.pip("install", environment.ask(tool, "libucx"))
@@ -136,7 +136,7 @@ def build(environment: Environment, torch: str) -> Path:
 
 
 def repair(environment: Environment, wheel: Path) -> Path:
-    """The same wheel in dist/, tagged for the oldest glibc that it runs with."""
+    """Put the same wheel into dist/, tagged for the oldest glibc that it runs with."""
     excluded = [argument for library in THERE_AT_RUN_TIME for argument in ("--exclude", library)]
     repaired = WORK / "repaired"
     shutil.rmtree(repaired, ignore_errors=True)
@@ -182,7 +182,7 @@ def build_for(python: str, wanted: Sequence[str]) -> list[Outcome]:
 
 
 def left_out_minors(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The minor releases of torch that some Pythons have and others do not."""
+    """Return the minor releases of torch that some Pythons have and others do not."""
 
     def minor(outcome: Outcome) -> str:
         return build_environment.dotted(build_environment.version_numbers(outcome.torch))
