@@ -1,4 +1,4 @@
-"""Options, markers and fixtures of every test; the package ``support/workers`` runs the workers of one."""
+"""Options, markers and fixtures of every test. The package ``support/workers`` runs a test's workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """PyTorch's suites take minutes: they run when their folder, or something in it, is asked for."""
+    """PyTorch's suites take minutes: they run only if the command line names their folder or a file in it."""
     if collection_path != _CONFORMANCE:
         return None
     asked_for = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]

@@ -1,4 +1,4 @@
-"""The examples run by the commands of their pages, and print the expected output."""
+"""The commands on the examples' pages run, and print the expected output."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_parameter_server_runs_unedited_on_both_backends(tmp_path: Path, backe
     on_ucx, on_tensorpipe = commands("parameter_server", "On a laptop")
     printed = printed_by(tmp_path, on_ucx if backend == "UCX" else on_tensorpipe)
     assert len(losses(printed)) == 2
-    # One trainer may begin after the other has trained the model.
+    # A trainer may begin after the other one has trained the model.
     assert max(first for first, _ in losses(printed)) > 0.1, printed
     assert all(last <= first / 100 for first, last in losses(printed)), printed
 
@@ -169,7 +169,7 @@ def accuracies_of(printed: str) -> dict[str, float]:
 def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    # Background programs of a shell without job control ignore Ctrl-C.
+    # A shell without job control lets its background programs ignore Ctrl-C.
     heed_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     program = subprocess.Popen(
         command,
@@ -181,7 +181,7 @@ def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str
         preexec_fn=heed_ctrl_c,
     )
     assert program.stdout is not None
-    # All processes hold the other end of its output.
+    # Each process of the example holds the write end of this pipe.
     begun = rb"offered by evaluator0, evaluator1" if name == "services" else rb" [1-9]\d*/150 "
     printed = b""
     while not re.search(begun, printed):

@@ -1,4 +1,4 @@
-"""Programs written for TensorPipe, one for each pattern of PyTorch's RPC tutorials, run on UCX as they are.
+"""Programs written for TensorPipe run unchanged on UCX. There is one for each pattern of PyTorch's RPC tutorials.
 
 The scripts, in ``examples/tutorials``, do not use this package; only the environment variable is added. Each checks its
 own results, and scripts without races print the same on TensorPipe.
@@ -21,7 +21,7 @@ VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
 
 @functools.cache
 def printed_by(tutorial: Path, on: str) -> str:
-    """The output on "UCX" or "TENSORPIPE", checked to come from that backend."""
+    """Return the output on "UCX" or "TENSORPIPE"; check that the program ran on that backend."""
     with workers.reserved_port() as port, workers.reserved_port() as rpc_port:
         env = {
             "MASTER_ADDR": "127.0.0.1",
@@ -47,6 +47,6 @@ def test_tutorials_run_on_ucx(tutorial: Path) -> None:
 
 @pytest.mark.timeout(270)  # two runs, each of a minute on a busy machine
 @pytest.mark.parametrize("tutorial", DETERMINISTIC)
-def test_its_results_equal_tensorpipes(tutorial: str) -> None:
+def test_tutorials_print_the_same_on_tensorpipe(tutorial: str) -> None:
     file = TUTORIALS[0].with_name(f"{tutorial}.py")
     assert printed_by(file, "UCX") == printed_by(file, "TENSORPIPE")

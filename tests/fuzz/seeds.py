@@ -1,7 +1,7 @@
 """Writes the seed corpus of wire_fuzzer.cpp: ``python tests/fuzz/seeds.py``, after a change of the wire format.
 
-The layouts stand in ``wire/header.h`` and ``wire/body.h``; the test of the corpus in ``tests/cpp`` fails when these
-seeds are of another version.
+The layouts are in ``wire/header.h`` and ``wire/body.h``. The corpus test in ``tests/cpp`` fails if these seeds have
+another wire version.
 """
 
 from __future__ import annotations

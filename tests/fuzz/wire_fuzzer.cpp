@@ -1,5 +1,5 @@
-// Arriving bytes, thrown at everything that reads them: headers, the assembler, bodies, the replay window. An input is
-// a run of steps: a byte that names the step, followed by its data. Bytes that are missing at the end are zeros.
+// Feeds arriving bytes to everything that reads them: headers, the assembler, bodies, the replay window. An input is a
+// sequence of steps: a byte that names the step, followed by its data. Missing bytes at the end count as zeros.
 // libFuzzer looks for inputs that crash, read out of bounds, or make something allocate more than was sent
 // (tools/fuzz.sh). tests/cpp/wire/wire_corpus_test.cpp runs the inputs in corpus/, which tests/fuzz/seeds.py writes.
 
@@ -37,7 +37,7 @@ class Input {
   bool isEmpty() const {
     return rest_.empty();
   }
-  // Takes so many bytes, or all that are left.
+  // Takes this many bytes, or all that are left.
   std::span<const std::byte> take(size_t bytes) {
     const std::span<const std::byte> taken = rest_.first(std::min(bytes, rest_.size()));
     rest_ = rest_.subspan(taken.size());
@@ -85,7 +85,7 @@ void checkView(std::span<const std::byte> body, std::span<const uint64_t> spanBy
       continue;
     }
     require(tensor.strides.size() == tensor.record.dims, "a stride for each dimension");
-    // In arithmetic that cannot overflow, other than the reader's own.
+    // Unlike the reader's arithmetic, this cannot overflow.
     __int128 end = tensor.record.storageOffset;
     bool isEmpty = false;
     for (size_t dim = 0; dim < tensor.sizes.size(); ++dim) {
@@ -99,7 +99,7 @@ void checkView(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   }
 }
 
-// Stands for the receiver of an agent: each rendezvous must come back, exactly once.
+// Replaces the receiver of an agent: each rendezvous must come back exactly once.
 class Receiver {
  public:
   void onFrame(

@@ -5,9 +5,9 @@
     python -m tests.mutants NAME ...
     python -m tests.mutants --list
 
-The tests must pass on the sources as they are, and each of them must fail with the mutant, which must compile. A mutant
-is found by its text, in any file. Text that is missing, or occurs twice, is an error: correct the list. Ends with 1 if
-a test does not notice its mutant.
+The tests of a mutant must pass without it, and each of them must fail with it. The mutant must compile. Its text may be
+in any file. Text that is missing, or occurs twice, is an error: correct the list. The exit code is 1 if a test does not
+notice its mutant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:
 
 
 def fate(mutant: Mutant) -> str:
-    """ "caught", or the fault of the test. The tests pass without it."""
+    """Return "caught", or "SURVIVED" with the tests that pass despite the mutant. All of them pass without it."""
     file = mutant.place(_copy.COPY)
     text = file.read_text(encoding="utf-8")
     file.write_text(mutant.pattern.sub(lambda _: mutant.instead, text), encoding="utf-8")
@@ -87,7 +87,7 @@ def main() -> int:
         print("\n".join(f"{mutant.name}: {', '.join(mutant.tests)}" for mutant in chosen))
         return 0
     _copy.refresh()
-    # A build leaves the extension of the last mutant behind, so mutants in Python come first.
+    # Mutants in Python come first: a C++ mutant leaves its extension behind.
     chosen.sort(key=lambda mutant: mutant.is_cpp)
     caught = try_all(chosen, lambda line: print(line, flush=True))
     print(f"{caught} of {len(chosen)} are caught")

@@ -59,7 +59,7 @@ def build_for(tests: Iterable[str]) -> None:
 
 
 def _build_executables(names: Sequence[str]) -> None:
-    """In the build folder of the extension, with which they share its objects."""
+    """Build them in the extension's build folder, so that they share its objects."""
     folder = _build_folder()
     cache = folder / "CMakeCache.txt"
     if not cache.exists() or "TORCH_UCX_RPC_TESTS:BOOL=ON" not in cache.read_text(encoding="utf-8"):
@@ -82,7 +82,7 @@ def _build(command: Sequence[str]) -> None:
 
 
 def passes(test: str) -> bool:
-    """Whether the test passes in the copy, as it is built now."""
+    """Whether the test passes in the copy, with the present build."""
     if file := file_of(test, COPY):
         chosen = [] if test.startswith("tests/") else ["-k", test]
         return _runs([sys.executable, "-m", "pytest", "-q", "-x", str(file), *chosen])
@@ -101,7 +101,7 @@ def _runs(command: Sequence[str]) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    # 5: pytest has found no test. GoogleTest says the same in words, and "[  PASSED  ] 0 tests." of skipped ones.
+    # 5: pytest has found no test. GoogleTest says so in words. If it skips all tests it says "[  PASSED  ] 0 tests."
     if done.returncode == 5 or "Running 0 tests" in done.stdout:
         raise Useless(f"there is no such test: {' '.join(command)}")
     if done.returncode == 0 and not re.search(r"\b[1-9]\d* (passed|tests?\.)", done.stdout):

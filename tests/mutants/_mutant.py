@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# Folders that mutants change. Tests have no mutants, except the programs that judge.
+# Mutants change these folders. Among the tests, only the programs that judge have mutants.
 _FOLDERS = ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak", "tests/verbs")
 
 
@@ -59,5 +59,5 @@ def sources(root: Path) -> Iterator[Path]:
 
 @functools.cache
 def _texts(root: Path) -> dict[Path, str]:
-    """Read once: hundreds of mutants are looked for, and each is taken back before the next."""
+    """Read all sources once for all mutants: each mutant is undone before the next."""
     return {file: file.read_text(encoding="utf-8") for file in sources(root)}

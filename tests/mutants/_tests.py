@@ -11,7 +11,8 @@ _TEST_IN_CPP = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\
 
 
 def file_of(test: str, root: Path) -> Path | None:
-    """The file of a Python test, or a file itself ("tests/unit/test_native_op.py"); None for any other name."""
+    """The file of a Python test. A path of a file ("tests/unit/test_native_op.py") is its own file. None for any other
+    name."""
     if test.startswith("tests/"):
         return root / test if (root / test).is_file() else None
     return _python_tests(root).get(test)

@@ -1,7 +1,7 @@
 """Workers on virtual hosts call each other in every way, while some are killed, stopped or cut off.
 
-``tools/soak.sh --minutes 30`` runs it; as root, since it makes hosts. The report is in ``build/soak``. A run with
-findings ends with an error.
+``tools/soak.sh --minutes 30`` runs the soak. It needs root to make hosts. The report is in ``build/soak``. A run with
+findings exits with 1.
 
 * ``__main__``     the arguments
 * ``_run``         from the start of the workers to the report
@@ -16,10 +16,10 @@ findings ends with an error.
 * ``_leftovers`` what workers leave in processes and on hosts
 * ``_report``      the results in words and numbers
 
-``serving`` runs after it: servers that wait in ``rpc.shutdown()`` while others die.
+``serving`` runs next: servers wait in ``rpc.shutdown()`` while other workers die.
 
-``tools/soak.sh --resuming`` loses no worker. ``resuming`` has its misfortunes, such as cuts within the limits, and
-``_proxy`` a proxy that dies.
+``tools/soak.sh --resuming`` loses no worker. ``resuming`` has its misfortunes, such as cuts within the limits;
+``_proxy`` has a proxy that dies.
 
-``tools/soak.sh --training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
+``tools/soak.sh --training`` is in ``training``: trainers of one model are killed and restarted. It needs no root.
 """

@@ -37,8 +37,8 @@ class Misfortunes:
 
     Attributes:
         expected: the kinds, each of which must happen.
-        timeline: all misfortunes, with the time ``at`` of the monotonic clock at which each began. A misfortune that
-            may part living workers has the time from which on it may, ``parted``.
+        timeline: all misfortunes. ``at`` is the time of the monotonic clock at which one began. If it may part living
+            workers, ``parted`` is the time from which on it may.
     """
 
     expected: tuple[str, ...] = ()
@@ -59,11 +59,11 @@ class Misfortunes:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Undo what outlasts a misfortune: nothing, where each is repaired at once."""
+        """Undo the effects that outlast misfortunes. By default there are none."""
 
 
 class Chaos(Misfortunes):
-    """The first half of the workers, by rank, is never killed."""
+    """The misfortunes of the general soak. Workers in the first half of the ranks are never killed."""
 
     expected = MISFORTUNES
 
@@ -108,7 +108,7 @@ class Chaos(Misfortunes):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
 
     def _long_stop(self) -> None:
-        """Its neighbours wait for it, and the workers of other hosts lose it."""
+        """Workers of the same host wait for the stopped worker; workers of other hosts lose it."""
         with self._stopped(self._any()):
             self._crew.watch(_FATAL_CUT_S + self._choice.uniform(0, 2))
 
@@ -118,11 +118,11 @@ class Chaos(Misfortunes):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
             self._log("kill while stopped")
             self._end(rank)
-            # This order continues it.
+            # Starting the next process also continues the stopped one.
             self._start(rank)
 
     def _no_files(self) -> None:
-        """The limit holds until a worker needs a file to connect to one that has just joined."""
+        """Forbid a worker to open files, until it needs one to connect to a worker that has just joined."""
         stranger = self._any_mortal()
         self._end(stranger)
         self._start(stranger)
@@ -135,7 +135,7 @@ class Chaos(Misfortunes):
         event["until"] = time.monotonic()
 
     def _reset(self) -> None:
-        """Like a firewall that has forgotten the connections of a host to the others."""
+        """Reset a host's connections to the others, as a firewall does that has forgotten them."""
         self._meet()
         self._crew.watch(_TALKING_S)
         host = self._choice.choice(self._crew.hosts)
@@ -176,12 +176,12 @@ class Chaos(Misfortunes):
             event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:
-            # TCP resends after pauses that double. It may need as long again to notice the cut's end, and a further cut
-            # before that is part of the first.
+            # TCP doubles the pauses between its resends, so it may notice the end of the cut as late again as the cut
+            # was long. A further cut before that would prolong the first.
             self._crew.watch(event["until"] - event["at"])
 
     def _reunite(self, host: str) -> None:
-        """If all others have lost a worker, it joins again, as another member."""
+        """Make the workers of the host that all others have lost join again, as new members."""
         # Queued messages of either side arrive now, and are dropped.
         self._crew.watch(self._choice.uniform(0.1, 1))
         for rank in sorted(self._crew.current):

@@ -66,7 +66,7 @@ class Member:
 
     @property
     def who(self) -> str:
-        """The name that it has given itself: a process may be a member several times, each with a name of its own."""
+        """The worker's current name. A process may be a member several times, each time with another name."""
         return f"{self.life} {self.membership}"
 
     def pid(self) -> int | None:
@@ -97,7 +97,7 @@ class Member:
         return not self.process.is_alive()
 
     def output(self) -> str:
-        """The end of its stderr."""
+        """The last part of the worker's stderr."""
         file = self._worker.output_file(self.life.rank, "stderr")
         return file.read_text(errors="replace")[-_LONGEST_OUTPUT:] if file.exists() else ""
 
@@ -130,7 +130,7 @@ class Crew:
         self._due = 0.0
         self.current: dict[int, Member] = {}
         self.past: list[Member] = []
-        # Times at which this machine did not run any process.
+        # Periods in which this machine ran no process.
         self.stalls: list[dict[str, Any]] = []
         # Killed workers, by descriptors of their processes, with the callbacks that get the time of the end.
         self._dying: dict[int, Callable[[float], None]] = {}
@@ -150,7 +150,7 @@ class Crew:
             transport=Transport.SHARED_MEMORY,
             options=self._options,
             host_pids=tuple(host.pid for host in self.hosts),
-            # torch takes it for torchrun's Store: it outlives all workers.
+            # With this variable torch uses the Store as torchrun's: the Store outlives all workers.
             env={
                 "MASTER_ADDR": self.hosts.head.address,
                 "MASTER_PORT": str(port.recv()),
@@ -252,8 +252,9 @@ class Crew:
                 raise WorkerEnded(member)
 
     def _see_who_hangs(self) -> None:
-        """Write the stacks of all workers beside the journals if the calls of one worker do not end."""
-        # A worker that is ordered to join again has another name at once, and may hang under the earlier one.
+        """Write the stacks of all workers beside the journals if some worker's calls do not end."""
+        # A worker that is ordered to join again gets another name at once, but its calls may hang under the earlier
+        # name.
         names = [f"{member.life} {n}" for member in self.current.values() for n in range(member.membership + 1)]
         for step in map(hangs, names):
             if self.steps.is_done(step) and not self.steps.is_done(f"seen: {step}"):
@@ -262,7 +263,7 @@ class Crew:
                 self.steps.done(f"seen: {step}")
 
     def all_say(self, step: str, timeout: float) -> list[Member]:
-        """Return the workers that have not said ``what`` in time."""
+        """Return the workers that have not done ``step`` in time."""
         deadline = time.monotonic() + timeout
         while True:
             silent = [m for m in self.current.values() if not self.steps.is_done(f"{step} {m.who}")]

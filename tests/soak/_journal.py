@@ -1,8 +1,8 @@
 """The journal of a worker, in files that outlive it however it ends.
 
-Each process has two: ``3.2.calls``, of rank 3 and the third process to have it, is an array of `ENTRY`; ``3.2.events``
-has the failures of calls and the memberships, a JSON object a line. Times come from the monotonic clock, which all
-processes of a machine share.
+Each process has two files, named by its rank and generation. ``3.2.calls`` is of the third process that had rank 3: an
+array of `ENTRY`. ``3.2.events`` has the failed calls and the memberships, one JSON object a line. Times come from the
+monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Step(enum.IntEnum):
 ENTRY = np.dtype([("call", "<u8"), ("time", "<f8"), ("bytes", "<u4"), ("step", "u1"), ("kind", "u1"), ("pad", "<u2")])
 _ENTRY = struct.Struct("<QdIBBxx")
 
-# The index is the number in an entry.
+# An entry has the index of its kind.
 KINDS = (
     "rpc_sync",
     "rpc_async",
@@ -52,15 +52,15 @@ KINDS = (
     "push",
 )
 
-# The callee of a Python function notes each execution. A service may be called again when a replica is lost, and a
-# server counts pushes itself.
+# Kinds whose executions are not noted: only the callee of a Python function notes them. A service may be called again
+# when a replica is lost. A server counts pushes itself.
 UNCOUNTED = ("builtin", "script", "service", "name", "push")
 
 _RANK_SHIFT, _GENERATION_SHIFT = 56, 40
 
 
 class Journal:
-    """The journal of this process. Every entry is one ``write``, which is whole or not there."""
+    """The journal of this process. Each entry is written by one ``write``, so it is complete or absent."""
 
     def __init__(self, directory: Path, rank: int, generation: int) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND

@@ -31,10 +31,10 @@ _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
 # TorchScript's failure in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
 _TWO_PARSED = "AST constructor recursion depth mismatch"
 _MAY_NOT_PARSE_TWICE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-# The time to forget a killed worker's names if its kernel reports the end; and the part of the limit between two checks
-# of silence.
+# The time to forget a killed worker's names if its kernel reports the end. After silence, forgetting takes this many
+# times the limit.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
-# Answers of each kind of call. The rarest kind is answered some hundred times a minute on two busy cores.
+# A run needs this many answers of each kind of call. On two busy cores the rarest kind gets about a hundred.
 _ANSWERS_A_MINUTE = 10
 
 
@@ -61,7 +61,7 @@ class _Membership:
 
     rank: int
     generation: int
-    # The name that it has given itself.
+    # "rank.generation number": one for each membership.
     life: str
     name: str
     pid: int
@@ -125,7 +125,7 @@ def judge(
 def what_did_not_happen(
     answered: Mapping[str, int], misfortunes: Mapping[str, int], expected: Collection[str], minutes: float
 ) -> list[Finding]:
-    """A run proves nothing about calls that were not made, or misfortunes that did not happen.
+    """Return findings about calls that were not made and misfortunes that did not happen.
 
     Args:
         answered: executions that were answered, by the kind of call.
@@ -160,7 +160,7 @@ def _judge_executions(calls: np.ndarray, found: _Findings) -> None:
     numbers, counts = np.unique(calls["call"][calls["step"] == Step.EXECUTED], return_counts=True)
     if (doubled := numbers[counts > 1]).size:
         found.add("executed more than once", *map(_call, doubled), count=doubled.size)
-    # Some calls that time out by design are given up before they run.
+    # Some calls that time out by design are dropped before they run.
     exempt = [KINDS.index(kind) for kind in (*UNCOUNTED, "timeout")]
     answered = calls[(calls["step"] == Step.ANSWERED) & ~np.isin(calls["kind"], exempt)]["call"]
     if (unfounded := np.setdiff1d(answered, numbers)).size:
@@ -267,7 +267,7 @@ class _History:
         holders = _HAS_IT.findall(event.get("error", ""))
         known = [m for m in self.memberships if m.joining <= event["at"]]
         lives = [next(m for m in known if m.life == life) for life in event.get("lives", ())]
-        # The refusal of a name tells only the worker: its latest life is meant.
+        # The refusal names only the worker: take its latest life.
         lives += [max((m for m in known if m.name == name), key=lambda m: m.joining) for name in holders]
         return [
             f"{m.name} (life {m.life}) has ended {event['began'] - m.gone:.2f} s ago: {_shown(event)}"
@@ -321,7 +321,7 @@ class _History:
 
     def _was_absent(self, name: str, failure: _Failure) -> bool:
         ends = [m.end for m in self.memberships if m.name == name and m.end <= failure.at]
-        # The others learn of a worker one after the other.
+        # The other workers learn of a new worker one after the other.
         return failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit
 
     def _why_parted(self, failure: _Failure, hosts: Collection[str] = ()) -> str:

@@ -13,7 +13,7 @@ from ._journal import KINDS, Step
 from ._judgement import Finding
 
 _RREFS = "values of RRefs"
-# The objects that an optimizer's workers make and pass on to it, and the executions of its call.
+# The objects that workers make for an optimizer and pass to it, and the executions of its call.
 _RREFS_OF_AN_OPTIMIZER, _EXECUTIONS_WITH_AN_OPTIMIZER = 2, 6
 
 # A file of UCX's transport "posix" (uct_posix_mem_alloc()).
@@ -21,9 +21,9 @@ _UNFINISHED, _KILLS_FOR_AN_UNFINISHED = "/dev/shm/ucx_shm_posix_", 100
 
 
 def left_by_workers(members: Collection[Member], calls: np.ndarray) -> list[Finding]:
-    """Threads, open files, buffers, contexts and values of references that a worker had at its end and not before.
+    """Find threads, open files, buffers, contexts and values of references that a worker had at its end but not before.
 
-    A reference that an owner has itself passed to a worker that died stays (docs/failure_model.md). Here only
+    If an owner passes a reference to a worker that then dies, the value stays (docs/failure_model.md). Here only
     optimizers get such references.
     """
     autograd = calls["kind"] == KINDS.index("autograd")
@@ -38,10 +38,10 @@ def left_by_workers(members: Collection[Member], calls: np.ndarray) -> list[Find
 
 
 def left_on_hosts(hosts: VirtualHosts, kills: int) -> list[Finding]:
-    """Processes, files in ``/dev/shm`` and System V segments.
+    """Find processes, files in ``/dev/shm`` and System V segments that are left.
 
-    A worker that is killed at its start, while UCX writes a file of ``/dev/shm`` and has not taken its name away yet,
-    leaves that file. So one in a hundred killed workers may.
+    At a worker's start UCX creates a file in ``/dev/shm`` and then unlinks it. A kill in between leaves that file. One
+    in a hundred killed workers may leave one.
     """
     lines = [
         f"{host.name}: {line}" for host in hosts for look in (_processes, _files, _segments) for line in look(host)

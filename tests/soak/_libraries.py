@@ -1,4 +1,4 @@
-"""Names and pushes: what each worker offers by name, and `Pushes`, to a server of its own."""
+"""The names that each worker offers, and `Pushes` to the worker's own server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lives_seen() -> list[str]:
 
 
 class Pushes:
-    """A server on two hosts, with one trainer: each answer equals the push."""
+    """Pushes to a server with two hosts and one trainer, so each answer equals the push."""
 
     def __init__(self, name: str, hosts: Sequence[str]) -> None:
         self._name, self._hosts = name, hosts

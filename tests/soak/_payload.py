@@ -63,7 +63,7 @@ def any_payload(choice: random.Random, at_most: int = _LARGEST) -> Payload:
 
 @functools.cache
 def _noise() -> torch.Tensor:
-    """Bytes that are the same in each process, and never repeat."""
+    """Bytes that are the same in each process and have no period."""
     nbytes = _LARGEST + _OFFSETS * _ALIGNMENT
     words = torch.randint(-(2**63), 2**63 - 1, (nbytes // 8,), generator=torch.Generator().manual_seed(1))
     return words.view(torch.uint8)

@@ -1,7 +1,7 @@
 """A proxy for all TCP connections from a virtual host to the others, like a service mesh's: `Proxy`.
 
-Netfilter leads the connections to it (``nft``). While it is dead, its port stays open, as with systemd's sockets: its
-connections have ended, and new ones wait. A port that refuses connections would look like the end of the callees.
+Netfilter (``nft``) redirects the connections to it. When the proxy dies, its connections end. Its port stays open, as
+with systemd's sockets, so new connections wait. A port that refused them would look like the end of the callees.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _lead(client: socket.socket) -> None:
     server.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, _MARK)
     for end in (client, server):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # After a cut it must not wait for as long as the cut has lasted.
+        # TCP's pauses double during a cut. This bounds the wait after the cut.
         with contextlib.suppress(OSError):
             end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
     try:
@@ -110,7 +110,7 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
             target.sendall(view[:count])
         target.shutdown(socket.SHUT_WR)
     except OSError:
-        # One of them is broken: the threads of both directions end.
+        # One connection is broken: shut both down, so that the threads of both directions end.
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

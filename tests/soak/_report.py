@@ -17,11 +17,11 @@ from ._journal import KINDS, Step
 from ._judgement import Finding
 
 _MIB = 2**20
-# The minutes at the beginning, in which pools and caches fill.
+# The part of a run, at its beginning, in which pools and caches fill.
 _WARM_UP = 0.3
 _BLOCKS = 8
-# The tolerated growth of a run of any length, by allocators and by a group with more members; and of a run with a
-# shorter warm-up than this many minutes, in which caches still fill, by 10 to 36 MiB a minute.
+# The tolerated growth of a run of any length: allocators and a group with more members take memory. If the warm-up is
+# shorter than `_COLD_MINUTES`, caches still fill by 10 to 36 MiB a minute, and more growth is tolerated.
 _TOLERATED_MIB = 24
 _COLD_MINUTES = 2
 _TOLERATED_WHEN_COLD_MIB = 64

@@ -26,7 +26,7 @@ _WORKERS = 6
 _STARTING_S = 120.0
 # The time after the last misfortune until all must see each other.
 _PEACE_S = 2.0
-# The time of a worker to end its calls, and to leave, or to join again.
+# The time that a worker has to end its calls, and to leave or join again.
 _ENDING_S = LONGEST_CALL_S + 60
 
 
@@ -113,7 +113,7 @@ def run(kind: Kind, minutes: float, seed: int, directory: Path) -> Report:
 
 def _end(crew: Crew) -> list[Finding]:
     """Let all calls end, all references go, and all workers leave; return the workers that do not."""
-    # A worker that must join again leaves only when its calls have ended, and not while others look for it.
+    # A worker that must join again leaves only when its calls have ended. It must not leave while others look for it.
     if absent := crew.all_say("joined", _ENDING_S):
         return [_hang("a worker has not joined", absent)]
     for order, answer in (("stop", "stopped"), ("let go", "released")):

@@ -1,7 +1,7 @@
 """The kinds of calls, each with the answer that it must have: `Caller` makes them, the functions here answer.
 
-A callee writes down that it runs before it does anything else. So a call that was answered without running, or that ran
-twice, always shows.
+A callee first notes that it runs. So the journals always show a call that was answered without running, or that ran
+twice.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def weighted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class Call:
     """A call of this worker, from its beginning to its end in the journal.
 
-    Use it in a ``with``, once or more often. An exception ends the call as failed, and goes no further; `answered` ends
-    it as answered. Any other call hangs.
+    Use it in a ``with``, once or more often. The ``with`` suppresses an exception, and notes the call as failed.
+    `answered` notes it as answered. A call with neither hangs.
 
     Args:
         among: the names of the other workers that take part.
@@ -264,7 +264,7 @@ class Caller:
         self._stop.set()
 
     def join(self, timeout: float) -> bool:
-        """Whether it has ended."""
+        """Wait for the thread; return whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -425,7 +425,7 @@ class Caller:
         with self._begin("timeout", [to], size=sent.nbytes) as call:
             arguments = (call.number, _LONGER_THAN_TIMEOUT_S, sent.make())
             try:
-                # An answer is right too, since the caller and the callee may have been held up.
+                # An answer is correct too: caller and callee may have been held up.
                 number, tensor = rpc.rpc_sync(to, sleep, args=arguments, timeout=_TIMEOUT_S)
                 check(number == call.number, f"the answer of call {number}")
                 check(not (difference := sent.differs_from(tensor)), f"{sent} came back as {difference}")
@@ -434,7 +434,7 @@ class Caller:
             call.answered()
 
     def callback(self) -> None:
-        """Callbacks that each wait for a further call; there may be more of them than threads."""
+        """Callbacks that each wait for another call. There may be more callbacks than threads."""
         begun = []
         for _ in range(self._choice.randint(1, _MOST_IN_A_BURST)):
             first, second = self._workers(2)
@@ -504,7 +504,7 @@ class Caller:
             return
         pushes = Pushes(f"pushes {self._journal.new_call():x}", names)
         for number in range(_PUSHES):
-            # Where no epoch is in force, each push fails after the timeout.
+            # While no epoch is in force, each push fails after the timeout.
             if self._stop.is_set():
                 break
             with self._begin("push", names, since=pushes.began) as call:

@@ -24,7 +24,7 @@ from tests.support.workers import Steps, agent, eventually, init_rpc, worker_nam
 from . import _work
 from ._journal import Journal
 
-# The orders for the workers of a run. The numbers fit into a run of a minute on two cores.
+# The options of the workers. The limits fit a run of one minute on two cores.
 HEARTBEAT_LIMIT_S = 4.0
 RPC_TIMEOUT_S = 20.0
 # A push whose hosts are lost: a call that is not answered, the search for others, and the call to one of them.
@@ -41,13 +41,13 @@ _CALLERS = 3
 # The time for all to see each other again after the last misfortune.
 _SETTLING_S = 2 * HEARTBEAT_LIMIT_S + 10
 _JOINING_S = 60.0
-# Longer than the crew's leader waits, which has to find the hanging worker.
+# Longer than the wait of the crew's leader, so that the leader finds the worker hanging.
 _PATIENCE_S = 600.0
 # The time for ending threads to be gone.
 _ENDING_S = 5.0
 
-# Files of the next group: the connection to the Store, the descriptors of UCX and torch for waiting, and the
-# neighbour's end; no more after many memberships.
+# Files that a next group keeps: the connection to the Store, UCX's and torch's descriptors for waiting, and a
+# neighbour's pidfd. Their number does not grow with further memberships.
 _KEPT_OPEN = collections.Counter(
     {"socket": 1, "anon_inode:[eventpoll]": 2, "anon_inode:[eventfd]": 1, "anon_inode:[pidfd]": 1}
 )
@@ -89,7 +89,7 @@ def live(rank: int, life: Life) -> dict[str, int]:
     journal = Journal(life.directory, rank, life.generation)
     steps = Steps(life.directory)
     _work.write_to(journal)
-    # The dead hold references that their owners have passed to them, which no worker can give back.
+    # Dead workers hold references that owners have passed to them. No worker can release these.
     rpc.api._ignore_rref_leak = True
 
     files, threads = _open_files(), _threads()
@@ -192,7 +192,7 @@ def _what_is_left() -> dict[str, int]:
 
     def counts() -> dict[str, int]:
         gc.collect()
-        # Messages of members had to wait for the GIL in that time.
+        # The collection held the GIL. Let messages between members pass.
         time.sleep(0.05)
         metrics = agent().get_metrics()
         names = ("pool.in_use_bytes", "window.in_use_bytes", "window.waiting_messages", "agent.server_active_calls")

@@ -1,10 +1,11 @@
-"""Cuts of up to 40 s, resets and dying proxies, at default limits: they lose no call, and double none.
+"""Cuts of up to 40 s, resets and dying proxies, at default limits: no call is lost or doubled.
 
     python -m tests.soak.resuming --minutes 10 --report build/soak/resuming     as root
 
 The workers and calls are those of the general soak, in a group of fixed size or a dynamic one. No worker dies, so no
-call may fail. Only names may, and pushes without an epoch, while a group leaves out the workers of a silent host. Each
-worker also calls each other one all the time, with small calls: the first answer after a repair comes within `_SOON_S`.
+call may fail. Only names may fail, and pushes without an epoch, while a group leaves out the workers of a silent host.
+Each worker also calls each other one all the time, with small calls: the first answer after a repair comes within
+`_SOON_S`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from ._worker import Life, live
 # The default limits survive cuts of these lengths (docs/failure_model.md). From `_LONG_S` on, others suspect the host.
 _SHORTEST_S, _LONG_S, _LONGEST_S = 1.0, 10.0, 40.0
 _SOON_S = 2.0
-# A group leaves out a worker after so long a silence: names then fail by design (docs/services.md).
+# A group leaves out a worker after a silence of this length. Names then fail by design (docs/services.md).
 _LEFT_OUT_S = 3.0
-# The pause after a misfortune, in which the calls end that waited.
+# The pause after a misfortune. Calls that waited end in it.
 _PEACE_S = (5.0, 10.0)
 _PROBE_EVERY_S = 0.05
 _LIFELINES = 4

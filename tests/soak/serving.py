@@ -1,9 +1,9 @@
 """Servers that wait in a graceful shutdown serve on while others die: ``python -m tests.soak.serving --minutes 1``.
 
-Job after job, each with a fixed number of workers. Servers do nothing but call ``rpc.shutdown()``, drivers call all
-workers, and a random part of the servers is killed at random moments. Findings are: a call that fails though its
-callee lives, a wrong answer, a shutdown that does not name exactly the dead, and one that outlasts the last arrival by
-a second.
+Jobs of a fixed number of workers run one after the other. Servers only call ``rpc.shutdown()``, and drivers call all
+workers. A random part of the servers is killed at random moments. Findings are: a call that fails although its callee
+lives, a wrong answer, a shutdown that does not name exactly the dead workers, and a shutdown that ends more than a
+second after the last worker has called it.
 """
 
 from __future__ import annotations

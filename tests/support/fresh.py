@@ -1,4 +1,4 @@
-"""Scripts that run before torch_ucx_rpc has been imported and UCX been loaded."""
+"""Scripts that run before torch_ucx_rpc is imported and UCX is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support import workers
 
-# `runs` makes a group of one, and checks its agent's type; `refused` expects this error of init_rpc.
+# `runs` makes a group of one worker, and checks its agent's type. `refused` expects this error of init_rpc.
 PRELUDE = """
 import os, sys, warnings
 # TensorPipe's start-up uses what torch itself calls deprecated.
@@ -41,11 +41,11 @@ def refused(error, *words, **arguments):
 
 
 def run_fresh(script: str, **job: Any) -> None:
-    """Run ``script`` in a new process; ``workers.WorkersFailed``, with the traceback and the output, if it fails.
+    """Run ``script`` in a new process. If it fails, raise ``workers.WorkersFailed`` with the traceback and the output.
 
-    The process is forked from one that has imported torch, so this takes a tenth of a new interpreter's time
-    (``workers.run_program``, for tests of torch's import, the loader's environment or the interpreter's end). ``job``
-    are arguments of `workers.run_workers`.
+    The process is forked from one that has imported torch. This takes a tenth of a new interpreter's time. Tests of
+    torch's import, the loader's environment or the interpreter's end need ``workers.run_program`` instead. ``job`` are
+    arguments of `workers.run_workers`.
     """
     __tracebackhide__ = True
     # A worker for TensorPipe does not import this package unasked.

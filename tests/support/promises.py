@@ -13,7 +13,7 @@ from __future__ import annotations
 PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "README.md": {
         # Unchanged programs
-        "rpc_sync, RRefs, distributed autograd": ("tests/conformance", "test_its_results_equal_tensorpipes"),
+        "rpc_sync, RRefs, distributed autograd": ("tests/conformance", "test_tutorials_print_the_same_on_tensorpipe"),
         "PyTorch's own RPC suites": ("tests/conformance", "test_the_page_matches_the_results"),
         "TensorPipe keeps working beside it": ("test_tensorpipe_goes_on_working_in_the_same_process",),
         "programs written for it run on UCX": ("test_a_tensorpipe_program_runs_on_ucx_unedited",),

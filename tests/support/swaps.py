@@ -1,4 +1,4 @@
-"""Changes by callers of a tensor that travels: it gets other memory, or none. `SWAPS` has all."""
+"""Changes that callers make to a tensor while it travels: it gets other memory, or none. `SWAPS` has all."""
 
 from __future__ import annotations
 

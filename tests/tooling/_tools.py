@@ -1,4 +1,4 @@
-"""The programs of the folder tools as modules, and the metadata of the package."""
+"""The programs of the folder ``tools`` as modules, and the metadata of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks end and name missed bounds; the tables of the docs match the results."""
+"""Benchmarks end and name missed bounds. The tables of the docs match the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = Figure("rate", "1/s", (Bound(2),), more_is_better=True)
 
 
 def benchmark(figure: Figure, **values: float) -> Benchmark:
-    """A benchmark that measures these values, by contender: ``tensorpipe_uv`` is "TensorPipe, uv"."""
+    """A benchmark that measures these values by contender. ``tensorpipe_uv`` is the contender "TensorPipe, uv"."""
     names = {"ucx": "UCX", "tensorpipe": "TensorPipe", "tensorpipe_uv": "TensorPipe, uv"}
     return Benchmark(
         "How?",

@@ -1,4 +1,4 @@
-"""docs/conformance.md says what the stored results say, of the suites that torch has."""
+"""docs/conformance.md agrees with the stored results and with torch's suites."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_page_is_about_the_suites_of_this_torch():
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: _results.file_name(result["configuration"]))
 def test_every_result_is_of_whole_suites_of_that_torch(result):
-    # A machine with a GPU may have another torch. Its suites must have the same tests.
+    # A machine with a GPU may have another torch, whose suites must have the same tests.
     assert result["versions"]["torch"].partition("+")[0] == SUITES["torch"] or result["configuration"]["gpus"]
     sizes = {suite: len(tests) for suites in SUITES["lists"].values() for suite, tests in suites.items()}
     left_out = [test for test, how in result["not passed"].items() if how == "not collected"]
@@ -59,7 +59,7 @@ def test_every_result_is_of_whole_suites_of_that_torch(result):
 
 
 @pytest.mark.parametrize("name", EQUIVALENTS)
-def test_an_equivalent_is_a_test_of_ours_for_one_of_torchs(name):
+def test_each_equivalent_of_a_test_of_torch_exists(name):
     assert name in TESTS
     file, *path = EQUIVALENTS[name]["equivalent"].partition("[")[0].split("::")
     node: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))

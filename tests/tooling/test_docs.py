@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, pages stay short, indexes list them, and statements agree with the sources."""
+"""Checks of pages: links lead somewhere, pages stay short, indexes list them, and statements agree with the sources."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_page_on_gpus_names_the_machine_of_the_results() -> None:
     assert named in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
-def test_the_thread_model_lists_who_has_the_timers_tasks() -> None:
+def test_the_thread_model_lists_the_owners_of_timer_tasks() -> None:
     owners = {file for file in CSRC.rglob("*.cpp") if re.search(r"\btimer_?\.add\(", read(file))}
     listed = re.search(r"- \*\*The timer\*\*.*?user code\.", read(DEVELOPMENT / "thread_model.md"), re.DOTALL)
     assert listed
@@ -164,7 +164,8 @@ def test_a_fault_is_found(tmp_path: Path, text: str, finding: str) -> None:
 # ---- The messages that docs/troubleshooting.md quotes ----------------------------------------------------------------
 
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-# A code span with … in it, or a whole message. Other code spans are commands, options and names.
+# A quoted message is a code span that contains … or is a whole message. Other code spans are commands, options and
+# names.
 QUOTES = [
     quote
     for quote in re.findall(r"`([^`\n]+)`", TROUBLES)

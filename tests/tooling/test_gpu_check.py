@@ -1,4 +1,4 @@
-"""tools/gpu_check.py keeps its results when time is up or tests hang, since it runs once, on a borrowed machine."""
+"""tools/gpu_check.py runs once, on a borrowed machine: it keeps its results when time is up or tests hang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hang.log", "report.json"]
 
 
-def test_its_programs_end_with_it(tmp_path: Path) -> None:
+def test_programs_of_the_check_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(900)"
     supervised = f"""
@@ -62,7 +62,7 @@ sys.exit(gpu_check.main())
     assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_step_leaves_those_after_it_their_time(tmp_path: Path) -> None:
+def test_a_step_leaves_later_steps_their_time(tmp_path: Path) -> None:
     left = {}
 
     def note(check: Any) -> None:

@@ -1,4 +1,4 @@
-"""The harness itself: a worker that fails in any way fails its test, with all known facts."""
+"""Tests of the harness: a worker that fails in any way fails its test, with all known facts."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_expected_ends_and_output_are_no_failure() -> None:
     assert "ended with exit code 3" in account_of(leave, 3, exit_codes={1: 4})
     assert run_workers(2, leave, 3, init=False, exit_codes={1: 3}) == [None, None]
     run_workers(2, say, "something is wrong", "stderr", init=False, silent=False)
-    # Tensors of a GPU may go over TCP alone.
+    # The agent's warning that GPU tensors go over TCP is no failure of a test over TCP.
     assert SAID_OVER_TCP in (CSRC / "messaging" / "messenger.cpp").read_text(encoding="utf-8").replace('"\n', "")
     run_workers(2, say, SAID_OVER_TCP, "stderr", init=False, transport=Transport.TCP)
-    # Warnings of other packages are theirs, in this process too.
+    # Warnings from other packages fail nothing, neither in a worker nor in this process.
     run_workers(2, warn_as, "numba.cuda.typing", init=False)
     for module in ("numba_cuda.numba", "cupy", "rmm.pylibrmm", "cuda.core"):
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The virtual hosts and the containers that other tests are built on."""
+"""Tests of the virtual hosts and containers that other tests use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def says(host: VirtualHost, *command: str) -> str:
 
 
 def reaches(host: VirtualHost, other: str, within_s: float = 20) -> bool:
-    """Whether the other host answers, with a refusal too: nothing listens there."""
+    """Whether the other host answers. A refusal is an answer too: nothing listens there."""
     done = host.run([sys.executable, "-c", REACH, other, str(within_s)], capture_output=True, text=True, check=False)
     return "ConnectionRefusedError" in done.stderr
 
@@ -65,7 +65,7 @@ def test_programs_end_with_their_host() -> None:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without launchers, outside of CI."""
+    """Pretend that this machine has no launchers and is not CI."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(_needs, "_LIBRARY_FOLDERS", (tmp_path,))

@@ -31,7 +31,7 @@ MAY_INCLUDE = {
     "tensors": {"tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
     "rpc": {"rpc", "tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
     "native_op": {"native_op"},
-    # These files make the agent's transport too.
+    # These files also create the agent's transport.
     "bindings": {"bindings", "native_op", "rpc", "tensors", "torch_glue", "messaging", "peers", "runtime", "transport"}
     | BELOW_TRANSPORT,
 }
@@ -49,7 +49,7 @@ RESERVED = {
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"(?P<ours>[^"]+)"|<(?P<theirs>[^>]+)>)')
-# Folders without C++ tests of their own: Python's tests reach them.
+# Folders without their own C++ tests: the Python tests cover them.
 TESTED_FROM_PYTHON = {"bindings", "native_op"}
 
 
@@ -112,13 +112,13 @@ def test_layers_and_their_tests_have_the_same_folders(csrc: dict[str, str]) -> N
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
 PACKAGE = "torch_ucx_rpc"
-# Modules beside the package, which are imported where the package is not.
+# Modules that a process may import without the package.
 BESIDE = ("_torch_ucx_rpc_autoload", "_torch_ucx_rpc_cli")
 # Written by the build.
 BUILT = {f"{PACKAGE}._build_info", f"{PACKAGE}._C"}
 
-# From the ground up: the modules and folders of the package. A module may import its own folder, and what stands above
-# its own line. "" is the package itself, that is, its __init__.py.
+# The modules and folders of the package, lowest first. A module may import its own folder and whatever is listed before
+# it. "" is the package's __init__.py.
 ORDER = (
     "errors",
     "_arguments",

@@ -1,4 +1,4 @@
-"""The lists of ``tools/mutants.sh`` fit the sources. Only a run shows whether the mutants are caught."""
+"""The mutants of ``tools/mutants.sh`` fit the sources. Only a run shows whether tests catch them."""
 
 from __future__ import annotations
 

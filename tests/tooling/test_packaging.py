@@ -1,4 +1,4 @@
-"""Metadata stands once, and environments install exactly the package's requirements."""
+"""Metadata is in one place, and environments install exactly the package's requirements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONDA_NAMES = {
     "rmm-cu13": "rmm",
     "clang-tidy": "clang-tools",
     "build": "python-build",
-    # Conda's package brings its command line.
+    # Conda's package contains the command line.
     "griffelib": "griffe",
 }
 
@@ -86,7 +86,7 @@ def test_the_conda_files_have_the_bounds_of_setup_cfg(conda_environment, conda_r
     requirements = conda_recipe["requirements"]
     plain = [line for line in requirements["build"] + requirements["host"] if not line.startswith("${{")]
     recipe = {name_of(line): bounds_of(line) for line in plain}
-    # The variants that conda builds for have the version of Python, and the recipe says which to skip.
+    # conda's variants choose the version of Python, and the recipe says which ones to skip.
     oldest = SETUP_CFG["options"]["python_requires"].removeprefix(">=")
     assert f'match(python, "<{oldest}")' in conda_recipe["build"]["skip"]
     assert recipe.pop("python") == set()
@@ -142,7 +142,7 @@ def test_the_source_distribution_has_the_tracked_files(tmp_path: Path) -> None:
     listed = (tmp_path / "torch_ucx_rpc.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines()
     packed = {file for file in listed if not file.startswith("/")}
     assert files_of_git() - packed == set()
-    # A file that has just been written is packed before git tracks it.
+    # A new file is packed even before git tracks it.
     assert packed - files_of_git("--cached", "--others", "--exclude-standard") == set()
 
 
@@ -159,10 +159,10 @@ def test_unpacked_sdist_has_the_builds_files_and_metadata(tmp_path: Path) -> Non
     run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path), cwd=ROOT)
     [archive] = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
-        # Python 3.11.2 knows no filter; 3.14 wants one.
+        # Python 3.11.2 has no extraction filters; 3.14 requires one.
         packed.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     [tree] = tmp_path.glob("torch_ucx_rpc-*/")
-    # `make build` asks this first.
+    # `make build` first runs this.
     run(sys.executable, "tools/build_environment.py", "toolchain", "2.13.0", cwd=tree)
     cmake, ninja = build_environment.program("cmake"), build_environment.program("ninja")
     options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
@@ -174,7 +174,7 @@ def test_unpacked_sdist_has_the_builds_files_and_metadata(tmp_path: Path) -> Non
     assert all(path.exists() for path in compiled)
     sources = [*(ROOT / "torch_ucx_rpc" / "csrc").rglob("*.cpp"), *(ROOT / "tests" / "cpp").rglob("*_test.cpp")]
     assert {tree.resolve() / path.relative_to(ROOT) for path in sources} <= compiled
-    # Its setup.cfg has a section of setuptools, which must not keep a wheel from being named for its torch.
+    # setuptools adds a section to the sdist's setup.cfg. Even so a wheel must be named for its torch.
     pinned = {**os.environ, "TORCH_UCX_RPC_PIN": "1"}
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "egg_info"], cwd=tree, env=pinned, capture_output=True, check=True

@@ -25,12 +25,12 @@ def exists(test: str) -> bool:
 
 
 def stands_in(words: str, text: str) -> bool:
-    """Whether the text has these words, with or without its links."""
+    """Whether the text contains these words, with or without the links in it."""
     return words in text or words in re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()", "", text)
 
 
 def statements(items: list[str], ends: str) -> list[str]:
-    """The parts of list items that one of ``ends`` closes."""
+    """Return the parts of list items that end with one of ``ends``."""
     parts = [part for item in items for part in re.split(rf"(?<=[{ends}])\s+(?!in )", " ".join(item.split()))]
     return [part for part in parts if re.search(r"\w{4}", part)]
 

@@ -84,9 +84,9 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
     [
         (failure(10.0), (KILL,), "its process was killed"),
         (failure(9.0), (KILL,), "unexplained"),
-        # Its successor has come long before.
+        # The successor joined long before.
         (failure(20.0), (KILL,), "unexplained"),
-        # The pid of another process.
+        # The error names the pid of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
         (failure(10.0, "CallTimedOut: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
         (failure(10.0, NO_HOST), (KILL,), "a host had ended"),
@@ -101,7 +101,7 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(10.0, TOO_MANY), (NO_FILES,), "it could not open files"),
         (failure(12.0, TOO_MANY), (NO_FILES,), "unexplained"),
         (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
-        # The group waits for the workers of any host that is silent.
+        # The group waits for the workers of any silent host.
         (failure(10.0, UNDECIDED, among=()), (CUT_OFF,), f"no epoch was in force; {CUT_OFF_REASON}"),
         (failure(10.0, UNDECIDED, among=()), (KILL, CUT), "unexplained"),
         (failure(10.0, GONE, among=BOTH), (KILL, KILL_2), "both hosts were lost"),
@@ -125,7 +125,7 @@ STOP = {"what": "stop", "at": 9.0, "until": 10.5, "host": "a"}
         ({"lives": ["1.0 0"]}, 12.0, (KILL,), True),
         ({"error": TAKEN}, 12.0, (KILL,), True),
         ({"error": TAKEN}, 12.0, (), False),
-        # The worker, or its host, may not have been able to hear of the end.
+        # The worker, or its host, may have been unable to learn of the end.
         ({"lives": ["1.0 0"]}, 12.0, (KILL, STOP), False),
         # The kernel needs time to end a process, and closes its connections last.
         ({"lives": ["1.0 0"]}, 12.0, ({**KILL, "gone": 11.5},), False),

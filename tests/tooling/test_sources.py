@@ -16,7 +16,7 @@ CPP = {".h", ".cpp"}
 PYTHON = {".py", ".pyi"}
 
 LONGEST_LINE = 120
-# Longer sources get a warning. The ideas of a file limit its length, not its lines.
+# Longer sources get a warning, and no error: a file may have many lines for one idea.
 LONG_SOURCE = 600
 LARGEST_SHARE = 1 / 4
 # The name of a test says what holds, and its code how.
@@ -40,7 +40,7 @@ URL = re.compile(r"https?://[^\s)>]+")
 
 
 def is_too_wide(line: str) -> bool:
-    """Addresses do not count: they cannot be broken."""
+    """Whether a line is too wide. Web addresses do not count, since they cannot be broken."""
     return len(URL.sub("", line)) > LONGEST_LINE
 
 

@@ -1,4 +1,4 @@
-"""Wheels: their requirements, their tags, and pip's index."""
+"""Tests of wheels: their requirements, their tags, and the index for pip."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_wheel_runs_by_itself(tmp_path) -> None:
     assert {path.relative_to(ROOT) for path in wanted} <= {path.relative_to(site) for path in site.rglob("*")}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        # The source tree is in the current folder, which cannot be imported from.
+        # Import the package from the wheel only.
         environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
         command = [sys.executable, *arguments]
         return subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The workflows of GitHub: they call the project's own verbs, and release what setup.cfg promises."""
+"""The workflows of GitHub call the project's own verbs, and release what setup.cfg promises."""
 
 from __future__ import annotations
 

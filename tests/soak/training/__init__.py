@@ -5,8 +5,9 @@
 
 Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
 quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of
-each step. It fails if two trainers have different parameters in the same step, if a trainer is in no step for
-`_STALL_S`, or if a process ends without an order. Then it prints the stacks of the others, and what they know.
+each step. A job fails if two trainers have different parameters in the same step, if a trainer begins no step for
+`_STALL_S`, or if a process ends without an order. Then it prints the stacks of the other processes, and what they know
+of each other.
 """
 
 # mypy: allow-untyped-calls
@@ -48,12 +49,12 @@ _STALL_S = 15.0
 _TIMEOUT_S = 40.0
 _STARTING_S = 60.0
 _ENDING_S = 60.0
-# Trainers that train on after others have left may differ.
+# In the last moments trainers may differ: some go on after others have left.
 _LAST_S = 0.5
 _PAUSES_S = (0.1, 0.3, 0.6, 1.0)
 _ABSENCES_S = (0.0, 0.5, 2.0)
-# Share of strikes that stop a worker or cut it off, and do not kill it: for a moment or until the others have left it
-# out.
+# The share of strikes that do not kill a worker, but stop it or cut it off: for a moment, or until the others have left
+# it out.
 _SILENCING = 0.3
 _SILENCES_S = (0.5, 2.0, 7.0)
 
@@ -89,7 +90,7 @@ KINDS = (
 
 
 def work(kind: Kind, name: str, life: int, folder: Path, host_pid: int | None) -> None:
-    """A worker, until there is a file named ``stop``; the hosts, until there is one named ``end``."""
+    """Work as a trainer until there is a file named ``stop``, or as a host until there is one named ``end``."""
     if host_pid is not None:
         move_to_host(host_pid)
     torch.set_num_threads(1)
@@ -180,7 +181,7 @@ def train_copies(kind: Kind, life: int, folder: Path) -> reduction.Server:
 
 
 def serve(kind: Kind, **options: Any) -> reduction.Server:
-    """The server, once a host exists: both hosts may be restarting."""
+    """Return the server once a host exists: both hosts may be restarting."""
     give_up_at = time.monotonic() + _STARTING_S
     while True:
         try:
@@ -280,13 +281,14 @@ class Job:
             end()
 
     def _strike(self, now: float) -> None:
-        """Kill, stop or cut off a process. A host, a trainer with the state, and a worker in touch are left."""
+        """Kill, stop or cut off a process. Leave one of two hosts, and one trainer with the state, alive and in
+        touch."""
         living = [name for name in self._processes if name not in self._returns and name not in self._silent]
         of_kind = [name for name in living if name in self._kind.hosts]
         hosts = [name for name in of_kind if _joined(self._folder, name, self._lives[name]).exists()]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         numbers = {name: self._number(name) for name in trainers}
-        # A trainer in the step before has the state, or can still get it.
+        # A trainer one step behind has the state, or can still get it.
         with_state = [name for name in trainers if numbers[name] >= max(numbers.values()) - 1]
         if len(with_state) == 1:
             trainers.remove(with_state[0])
@@ -381,8 +383,9 @@ class Step(NamedTuple):
 def steps(folder: Path, killed: set[str]) -> Iterator[Step]:
     """Return the steps that trainers may share.
 
-    A decider may close a step for itself, and be killed, stopped or cut off before it tells the others. These do the
-    step again. So the last step of a killed process does not count, nor a step that a trainer left for another's state.
+    A decider may close a step for itself, and be killed, stopped or cut off before it tells the others. The others then
+    repeat the step. So two steps do not count: the last step of a killed process, and a step that a trainer left to
+    take another trainer's state.
     """
     for journal in folder.glob("*.steps"):
         lines = [line.split() for line in journal.read_text().splitlines()]
@@ -395,13 +398,13 @@ def steps(folder: Path, killed: set[str]) -> Iterator[Step]:
 
 
 def first_difference(done: list[Step], stopped_at: float) -> tuple[Step, Step] | None:
-    """Two trainers with different parameters in the same step."""
+    """Find two trainers with different parameters in the same step."""
     first: dict[int, Step] = {}
     for step in sorted(done):
         if step.at > stopped_at - _LAST_S:
             break
         other = first.setdefault(step.number, step)
-        # Before the first step each has parameters of its own, also after all have been killed.
+        # Before the first step each trainer has its own parameters, also after all have been killed.
         if step.number and other.digest != step.digest:
             return other, step
     return None
@@ -419,7 +422,7 @@ def story(two: tuple[Step, Step], done: list[Step], killed: list[tuple[float, st
 
 
 def run(kind: Kind, choices: random.Random, seconds: float, cuts: bool) -> bool:
-    """One job; True if nothing was found."""
+    """Run one job; return whether it had no finding."""
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         hosts = opened.enter_context(VirtualHosts(kind.workers)) if cuts else ()

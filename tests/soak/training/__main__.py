@@ -1,4 +1,5 @@
-"""``python -m tests.soak.training``: see the package's docstring. Its processes import that, and not this file."""
+"""``python -m tests.soak.training``: see the package's docstring. Its processes import the package, and not this
+file."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ DEFAULT_CAPABILITIES = (
     *("setfcap", "setgid", "setpcap", "setuid", "sys_chroot"),
 )
 
-# The folders of this machine that programs need.
+# The programs need these folders of this machine.
 _NEEDED = (Path(__file__).resolve().parents[3], Path(sys.prefix))
 
 _TMP = Path("/tmp")
@@ -28,7 +28,7 @@ _PERIOD_US = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Container:
-    """A container for a command, with options of ``docker run``, and with this machine's files.
+    """A container for a command, with options like those of ``docker run``, and with this machine's files.
 
     It has mounts of its own. Its first process is the command, or, with ``init``, one that starts the command.
 
@@ -40,7 +40,7 @@ class Container:
         hostname: its name, which does not resolve; empty for the host's.
         read_only: only ``/tmp`` and ``/dev/shm`` can be written.
         user: number of the user, with or without a name. Only root, 0, has capabilities.
-        capabilities: of root, which can regain no others.
+        capabilities: the capabilities that root has; it can gain no others.
         first_pid: with ``init`` and processes of its own, the number of the command's process.
         cgroups: folders of `limits`, to run within.
     """
@@ -58,8 +58,8 @@ class Container:
     cgroups: Sequence[Path] = ()
 
     def command(self, program: Sequence[str]) -> list[str]:
-        """Return the command that runs ``program`` in such a container. It ends with its exit code; SIGKILL ends all of
-        it."""
+        """Return the command that runs ``program`` in such a container, and ends with its exit code. SIGKILL ends the
+        whole container."""
         assert {self.ipc, self.pid} <= {"private", "host"}
         assert self.network in ("host", "none")
         set_up = []
@@ -72,7 +72,7 @@ class Container:
         if self.ipc == "private":
             set_up.append(f"mount -t tmpfs -o mode=1777,size={self.shm_mib}m shm /dev/shm")
         if self.user != 0:
-            # An image's files are open to all its users. Here Python may be in root's home, closed to others.
+            # All users can read an image's files. Here Python may be in root's home, which others cannot read.
             set_up += [
                 "mount -t tmpfs -o mode=755 home /mnt",
                 "mkdir -m 755 /mnt/upper /mnt/work",
@@ -97,7 +97,7 @@ class Container:
         spaces += ["--ipc"] if self.ipc == "private" else []
         spaces += ["--pid"] if self.pid == "private" else []
         spaces += ["--net"] if self.network == "none" else []
-        # The shell starts the first process. With --fork unshare would, and return 1 after SIGKILL
+        # The shell starts the first process. `unshare --fork` would return 1 after SIGKILL
         # (https://github.com/util-linux/util-linux/issues/2614, before 2.40).
         first = 'setpriv --pdeathsig KILL sh -euc "$0" - "$@"; exit $?'
         start = ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first]
@@ -105,13 +105,14 @@ class Container:
 
 
 def _new_tmp() -> list[str]:
-    """Return commands that mount an empty ``/tmp`` with only the needed folders that lie there.
+    """Return commands that mount a new ``/tmp`` with only the needed folders of the old one.
 
-    Their parents, such as that of ``mktemp -d``, are open to all.
+    All users can enter the new parents of these folders. Those of ``mktemp -d`` would be private.
     """
     kept = [folder for folder in _NEEDED if _TMP in folder.parents]
     kept = [folder for folder in kept if not set(kept) & set(folder.parents)]
-    # Open files reach the folders once they are covered. A mount from one must not look up its path.
+    # Open files still reach the folders once the new /tmp covers them. A mount from such a file must not look up its
+    # path.
     files = list(enumerate(kept, 5))
     commands = [f"exec {file}< {folder}" for file, folder in files]
     commands.append("mount -t tmpfs -o mode=1777 tmp /tmp")
@@ -122,7 +123,7 @@ def _new_tmp() -> list[str]:
             f"mount -o remount,bind,ro {folder}",
             f"exec {file}<&-",
         ]
-    # The current folder may have been covered too.
+    # The new /tmp may cover the current folder too.
     return [*commands, 'cd "$PWD"'] if kept else commands
 
 
@@ -132,7 +133,7 @@ def limits(*, memory_mib: int | None = None, cpus: float | None = None) -> Itera
 
     Args:
         memory_mib: beyond it the kernel kills a process of the container.
-        cpus: seconds of computing that all processes together get in a second.
+        cpus: processor seconds that all processes together get in a second.
     """
     wanted = {"memory": memory_mib, "cpu": cpus}
     controllers = [name for name, value in wanted.items() if value is not None]
@@ -166,7 +167,7 @@ def limits(*, memory_mib: int | None = None, cpus: float | None = None) -> Itera
 
 
 def _remove(folder: Path) -> None:
-    """Processes that have ended are counted for a moment longer."""
+    """Remove a control group. The kernel counts ended processes for a moment longer."""
     deadline = time.monotonic() + 10
     while True:
         try:

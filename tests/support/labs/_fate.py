@@ -13,7 +13,7 @@ from ._virtual_hosts import VirtualHosts
 
 
 class Fate:
-    """Cuts, heals and powers off hosts on the order of a worker, which can pick the moment and runs on one of them.
+    """Cuts, heals and powers off hosts by order of a worker. The worker runs on a host, and picks the moment.
 
     It is pickled to the workers; the pytest process runs it in a ``with``::
 
@@ -33,11 +33,11 @@ class Fate:
         self._address = address
 
     def of(self, host: str, what: str, *args: float) -> None:
-        """``what`` is "cut", "cut_for" (a number of seconds), "heal" or "power_off". Return when it is done.
+        """Order ``what``: "cut", "cut_for" (a number of seconds), "heal" or "power_off". Return when it is done.
 
         For workers.
         """
-        # A path is found from every network namespace.
+        # A path is visible in every network namespace.
         with Client(self._address) as desk:
             desk.send((host, what, args))
             assert desk.recv() == "done"

@@ -13,8 +13,9 @@ _PR_SET_PDEATHSIG = 1
 def move_to_host(host_pid: int) -> None:
     """Continue as a process of the host whose first process is ``host_pid``, with all open files.
 
-    Call it with a single thread. Only a child can be in another pid namespace: this returns in a child. The caller's
-    process waits for it and ends like it, and if it is killed, the child is killed too.
+    The caller must have a single thread. Only a child can be in another pid namespace, so this returns in a child. The
+    caller's process waits for the child and exits as it does. If the caller's process is killed, the kernel kills the
+    child.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     folder = Path.cwd()
@@ -23,7 +24,7 @@ def move_to_host(host_pid: int) -> None:
         if libc.setns(space, 0) != 0:
             raise OSError(ctypes.get_errno(), "cannot move to the virtual host")
         os.close(space)
-    # Another mount namespace begins at its root.
+    # A process that enters a mount namespace starts at its root.
     os.chdir(folder)
     child = os.fork()
     if child == 0:

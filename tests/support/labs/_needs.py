@@ -1,4 +1,4 @@
-"""Tests of optional programs: not skipped in silence where all should be installed."""
+"""Skip tests of optional programs that are missing; fail them in CI, where all should be installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-# Debian and its like have a folder of libraries for each processor, others one for all.
+# Debian and its derivatives have a library folder for each architecture, others have one folder.
 _LIBRARY_FOLDERS = (*Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
 
 # The libraries' names on Debian.
@@ -20,16 +20,17 @@ _MPI_LIBRARIES = {"openmpi": "libmpi.so.40", "mpich": "libmpich.so.12"}
 
 
 def needs(*programs: str) -> None:
-    """Skip the test, with the reason, if one of these programs is not installed; in CI that is a failure."""
+    """Skip the test, with the reason, if one of these programs is not installed. In CI, fail it."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         _do_without(f"not installed: {', '.join(missing)}")
 
 
 def needs_mpi4py(mpi: str) -> Path:
-    """The shared library of ``mpi``, "openmpi" or "mpich", which mpi4py's wheels do not bring and load when imported.
+    """Return the shared library of ``mpi``, "openmpi" or "mpich": mpi4py's wheels load it at import, but do not contain
+    it.
 
-    Skip the test, with the reason, if it is not installed; in CI that is a failure.
+    Skip the test, with the reason, if the library is not installed. In CI, fail it.
     """
     if importlib.util.find_spec("mpi4py") is None:
         pytest.fail("mpi4py is among the requirements of the tests")
@@ -39,7 +40,7 @@ def needs_mpi4py(mpi: str) -> Path:
 
 
 def needs_virtual_hosts() -> None:
-    """Skip the test, with the reason, where this process cannot make hosts; in CI that is a failure."""
+    """Skip the test, with the reason, if this process cannot make hosts. In CI, fail it."""
     needs("ip", "nsenter", "setpriv", "unshare")
     if reason := _why_no_namespaces():
         _do_without(f"no virtual hosts: {reason}")

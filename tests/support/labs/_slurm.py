@@ -51,12 +51,12 @@ NodeName={names} CPUs=4 State=UNKNOWN
 PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
 """
 
-# The limit from the first daemon to nodes that take jobs; usually a second or two.
+# The limit from the start of the first daemon until the nodes take jobs; usually one or two seconds.
 _START_S = 60.0
 
 
 class SlurmCluster:
-    """Slurm whose nodes are the virtual hosts, each with room for 4 tasks, and whose controller is their head.
+    """Slurm with the virtual hosts as nodes, each with room for 4 tasks. The controller runs on their head.
 
     Commands run on the head, with the files of this machine. Until ``close()`` or the end of a ``with``.
     """
@@ -70,7 +70,7 @@ class SlurmCluster:
             configuration.write_text(_CONFIGURATION.format(directory=self.directory, names=",".join(self._names)))
             self.environment = {**os.environ, "SLURM_CONF": str(configuration)}
             (self.directory / "state").mkdir()
-            # Ended in reverse order: the controller must not miss its nodes, and needs munge until its end.
+            # Daemons end in reverse order: the controller must not miss its nodes, and needs munge until its end.
             self._start(begun, self.head, ["munged", *self._munge_arguments()])
             self._await(lambda: (self.directory / "munge.socket").exists(), "munged")
             self._start(begun, self.head, ["slurmctld", "-D", "-i", "-c"])
@@ -86,13 +86,13 @@ class SlurmCluster:
         self.close()
 
     def close(self) -> None:
-        """End it, with all jobs."""
+        """End Slurm with all its jobs."""
         self._resources.close()
 
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60.0, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run srun, sbatch or another command on the head, with ``env`` besides this process's environment."""
+        """Run srun, sbatch or another command on the head, with ``env`` added to this process's environment."""
         env = {**self.environment, **(env or {})}
         return self.head.run(command, env=env, capture_output=True, text=True, timeout=timeout, **options)
 

@@ -18,8 +18,8 @@ class VirtualHosts(Sequence["VirtualHost"]):
     """Hosts that share only this machine's files, until ``close()`` or the end of a ``with``.
 
     Each has its own network, host name, ``/dev/shm``, System V IPC and processes, and resolves the names of all. A
-    switch joins them and leads nowhere else, so that labs can be up at the same time. One more host is on it, ``head``,
-    for launchers: it sees the processes of this machine.
+    switch joins the hosts and leads nowhere else, so that several labs can be up at the same time. One more host,
+    ``head``, is on the switch, for launchers. It sees the processes of this machine.
 
     Args:
         names: the hosts' names, at most 250. Their addresses are 10.78.0.1, 10.78.0.2, ...; that of ``head`` is
@@ -66,7 +66,7 @@ class VirtualHosts(Sequence["VirtualHost"]):
         self._resources.close()
 
     def _write_remote_shell(self) -> Path:
-        """A program instead of ssh, on ``head``: ``remote-shell [options] HOST COMMAND...``"""
+        """Write a program that replaces ssh on ``head``: ``remote-shell [options] HOST COMMAND...``"""
         cases = "".join(f"  {host.name} | {host.address}) pid={host.pid} ;;\n" for host in self._hosts)
         script = self._directory / "remote-shell"
         script.write_text(
@@ -96,14 +96,15 @@ class VirtualHost:
             f"hostname {name}",
             "mount -t tmpfs tmpfs /dev/shm",
             f"mount --bind {hosts_file} /etc/hosts",
-            # The hosts' own could be bbr, which may pause a connection for seconds after a cut (docs/failure_model.md).
+            # The machine's default could be bbr, which may pause a connection for seconds after a cut
+            # (docs/failure_model.md).
             "echo reno > /proc/sys/net/ipv4/tcp_congestion_control",
             "ip link set lo up",
             *([] if switch else ["ip link add eth0 type bridge"]),
             "echo up",
             "exec sleep infinity",
         ]
-        # The first process of the host. Its end ends the host, and the end of this process ends it.
+        # The first process of the host: the host ends with it, and it ends with this process.
         self._holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *self._spaces, "--fork", "--kill-child"]
             + ([] if switch is None else ["--mount-proc"])
@@ -120,7 +121,7 @@ class VirtualHost:
         self.pid = int(children[0])
         self._switch = switch
         if switch is not None:
-            # Its end of the cable at the switch.
+            # The switch's end of the host's cable.
             self._port = f"port{self.pid}"
             # Enter only the network of the switch, so that pids mean the same as here.
             plug = f"ip link add {self._port} type veth peer name eth0 netns {self.pid}"
@@ -139,13 +140,13 @@ class VirtualHost:
         return subprocess.Popen([*self._entering(options), "setpriv", "--pdeathsig", "KILL", *command], **options)
 
     def cut(self) -> None:
-        """Pull the cable: nothing arrives or leaves, without an error."""
+        """Pull the cable: packets are lost, and programs get no error."""
         self._switch._on_network(f"ip link set {self._port} down")
 
     def cut_for(self, seconds: float) -> None:
-        """`cut`, and `heal` after ``seconds``, however busy this process is; returns after the cut."""
+        """`cut`, and `heal` after ``seconds``, even if this process is busy then. Returns after the cut."""
         link = f"ip link set {self._port}"
-        # The shell that waits holds no pipe of this process.
+        # The waiting shell must hold no pipe of this process.
         self._switch._on_network(f"sh -euc '{link} down; (sleep {seconds}; {link} up) > /dev/null 2>&1 &'")
 
     def heal(self) -> None:
@@ -153,7 +154,7 @@ class VirtualHost:
         self._switch._on_network(f"ip link set {self._port} up")
 
     def link_down(self) -> None:
-        """Take its own network device down: its programs cannot send, and get errors."""
+        """Take the host's own network device down: its programs cannot send, and get errors."""
         self._on_network("ip link set eth0 down")
 
     def link_up(self) -> None:
@@ -162,7 +163,7 @@ class VirtualHost:
         self._on_network("ip route add default dev eth0")
 
     def reset_connections(self) -> None:
-        """End the TCP connections of its programs to the other hosts, without those to ``head``, by resets."""
+        """Reset the TCP connections of its programs to the other hosts, but not those to ``head``."""
         others = f"dst {_NETWORK}.0/24 and not dst {_NETWORK}.254 and not dst {self.address}"
         subprocess.run(
             ["nsenter", "--target", str(self.pid), "--net", "--", "ss", "--kill", "--tcp", "--numeric", others],
@@ -172,7 +173,7 @@ class VirtualHost:
 
     @contextlib.contextmanager
     def slowed_down(self, megabits: int) -> Iterator[None]:
-        """Limit the cable to this many megabits a second each way, for the time of the block."""
+        """Limit the cable to this many megabits a second each way, during the block."""
         with contextlib.ExitStack() as slow:
             for host, end in ((self._switch, self._port), (self, "eth0")):
                 host._on_network(f"tc qdisc add dev {end} root tbf rate {megabits}mbit burst 128kb latency 50ms")
@@ -180,17 +181,17 @@ class VirtualHost:
             yield
 
     def power_off(self) -> None:
-        """End it at once, with all its programs, and without a packet to the others."""
+        """End the host at once, with all its programs, and without a packet to the others."""
         if self._holder.poll() is not None:
             return
         if self._switch is not None:
-            # Remove its cable too, which would outlive it for a moment.
+            # Remove the cable too, which would outlive the host for a moment.
             self._switch._on_network(f"ip link del {self._port}")
         os.kill(self.pid, 9)
         self._holder.communicate()
 
     def _entering(self, options: dict[str, Any]) -> list[str]:
-        # Another mount namespace begins at its root.
+        # A process that enters a mount namespace starts at its root.
         folder = options.get("cwd") or Path.cwd()
         return ["nsenter", "--target", str(self.pid), *self._spaces, f"--wd={folder}", "--"]
 

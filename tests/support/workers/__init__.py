@@ -3,19 +3,19 @@
 * ``run_workers(2, body)`` calls ``body(rank)`` in two processes that are already members of one RPC job, shuts RPC
   down and returns what the bodies returned. A worker that raises, dies or hangs fails the test with every worker's
   traceback, stacks and output. (``_job``)
-* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` make a test of the workers' code, which runs over shared memory
-  and over TCP; with ``@over_shared_memory`` over the first alone. (``_decorators``)
-* ``init_rpc(rank)`` joins the job by hand, for tests of joining and leaving; ``agent()`` is the running agent.
+* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` turn the workers' code into a test. It runs over shared memory
+  and over TCP, or with ``@over_shared_memory`` over shared memory only. (``_decorators``)
+* ``init_rpc(rank)`` joins the job by hand, for tests of joining and leaving. ``agent()`` is the running agent.
   (``_worker``)
 * ``run_program(source)`` runs a script in an interpreter of its own, for tests of its start and exit. (``_program``)
-* ``keep_process_group()`` works around a hang of torch's. (``_processes``)
+* ``keep_process_group()`` works around a hang in torch. (``_processes``)
 * ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``stacks_file()``,
   ``native_stacks()``: the parts, shared with the conformance suites. (``_processes``)
 * ``stop(pid)`` stops a process like a debugger. (``_processes``)
 * ``eventually(condition)`` waits for a state of a remote worker. (``_eventually``)
 * ``Stalls()`` measures how long this process was kept from running, for bounds on times. (``_stalls``)
 * ``Steps(directory)`` orders the steps of processes, without RPC. (``_steps``)
-* ``Worker``: the inside of one, for a crew whose workers come and go. (``_worker``)
+* ``Worker`` is the inside of a worker process, for crews whose workers come and go. (``_worker``)
 """
 
 from ._decorators import in_every_worker, in_worker0, over_shared_memory

@@ -1,4 +1,4 @@
-"""Tests whose body runs in the workers, and over which transports."""
+"""Decorators of tests whose body runs in the workers, and the transports of these tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ over_shared_memory = pytest.mark.parametrize(
 
 
 def in_every_worker(of: int, **job: Any) -> Callable[[Callable[[int], None]], Callable[..., None]]:
-    """The test ``def test_...(rank)`` runs in every worker of a job with ``of`` of them.
+    """The test ``def test_...(rank)`` runs in every worker of a job with ``of`` workers.
 
     ``job`` are arguments of `run_workers`. The test runs over each transport, by the fixture ``run_workers``.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
-    """Return as soon as ``condition()`` is true; AssertionError if it is not within ``timeout`` seconds.
+    """Return as soon as ``condition()`` is true. Raise AssertionError after ``timeout`` seconds.
 
     Only for states that no message announces, such as the deletion of an RRef on its owner. The pauses grow, so that
     the questions do not delay the state.

@@ -19,13 +19,13 @@ from tests.support.labs import VirtualHosts
 from ._processes import dump_stacks, kill, process_context, reserved_port
 from ._worker import Transport, Worker, worker_name
 
-# The others' time to report or end after the first failure: later errors often say more.
+# After the first failure, the other workers have this time to report or end: later errors often say more.
 _GRACE_S = 5.0
 
 # The agent's warning for tensors of a GPU over TCP alone, where it is not a fault.
 SAID_OVER_TCP = "are in device memory that UCX cannot share with another process"
 
-# A level in lines of UCX's log, on stdout. The agent reports ordinary failures itself.
+# A line of UCX's log, on stdout, with this level fails the test. The agent itself reports ordinary failures.
 _UCX_ERROR = "UCX  ERROR"
 
 
@@ -67,8 +67,8 @@ def run_workers(
         expendable: ranks that may end in any way, or not at all: they are killed when the others have ended.
         silent: fail if a worker writes to stderr, or UCX an error to its log. Not enforced for TensorPipe, or between
             hosts, where torch's Store warns of names that it cannot resolve.
-        timeout: seconds for the whole job, beyond which it is taken to hang. The default is less than a call has by
-            default, so that a call that hangs is seen hanging.
+        timeout: seconds for the whole job; a longer job is taken to hang. The default is shorter than a call's default
+            timeout, so that a hanging call fails the test.
 
     Raises WorkersFailed with each worker's traceback, end and output; when the job hangs, also with the Python stacks
     of every worker that is left, and with their C++ stacks where gdb is installed. No process outlives this call.
@@ -77,7 +77,7 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="workers-") as directory, reserved_port() as port:
         own_store = None
         if backend == "TENSORPIPE" and init and not hosts:
-            # TensorPipe's shutdown reads the Store last, and fails if rank 0 has ended by then, and the Store with it.
+            # TensorPipe's shutdown reads the Store last. It fails if rank 0 has ended by then, and the Store with it.
             own_store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         worker = Worker(
             world_size=world_size,
@@ -166,7 +166,7 @@ class _Job:
         try:
             succeeded, content = pickle.loads(self._reports[rank].recv_bytes())
         except EOFError:
-            # The worker ends without a report. Its exit code, which comes next, shows whether that was expected.
+            # The worker ends without a report. Its exit code comes next, and shows whether that was expected.
             self._silent_ends.add(rank)
             return
         if succeeded:

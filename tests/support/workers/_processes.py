@@ -32,7 +32,7 @@ PRELOADED = (
     "torch.distributed.optim",
     "torch.distributed.nn",
 )
-# torch's own suites; saves their processes 1.7 s each. Its import asks torch.cuda.is_available(), which is harmless in
+# torch's own suites: preloading saves 1.7 s a process. The import asks torch.cuda.is_available(), which is harmless in
 # a torch without CUDA.
 _PRELOADED_WITHOUT_CUDA = ("torch.testing._internal.distributed.rpc_utils",)
 
@@ -58,10 +58,10 @@ def _has_cuda() -> bool:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port that is reserved for a process of the test, for the time of the block.
+    """Yield a TCP port that is reserved for a process of the test during the block.
 
-    A socket that is bound and does not listen keeps the kernel from giving the port to others; SO_REUSEADDR, which the
-    Store sets too, lets rank 0 listen on it.
+    A socket that is bound and does not listen keeps the kernel from giving the port to other processes. SO_REUSEADDR,
+    which the Store sets too, lets rank 0 listen on the port.
     """
     with socket.socket() as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,9 +80,9 @@ def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and return when all its threads have stopped; SIGCONT continues it.
+    """Stop a process, and return when all its threads have stopped. SIGCONT continues it.
 
-    The signal stops its threads only when one of them gets a core and looks. Until then others may answer calls.
+    The signal stops the threads only when one of them gets a core and handles it. Until then others may answer calls.
     """
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()), f"{pid} has stopped")
@@ -90,7 +90,7 @@ def stop(pid: int) -> None:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a process, and let it go on at the end."""
+    """Stop a process during the block."""
     stop(pid)
     try:
         yield
@@ -99,7 +99,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def _is_stopped(task: Path) -> bool:
-    # The name, in parentheses, may have spaces.
+    # The name, in parentheses, may contain spaces.
     return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
@@ -108,7 +108,7 @@ _kept: list[object] = []
 
 
 def keep_process_group() -> None:
-    """To be called in a worker that has gloo's process group: it is not destroyed before the process ends, `os._exit`.
+    """Keep this worker's gloo process group from being destroyed before the process ends by `os._exit`.
 
     In torch 2.13 its destructor joins gloo's threads with the GIL held, while one of them may be waiting for the GIL to
     release a tensor. Then a function hangs after its return, with any RPC agent: DistributedDataParallel often drops
@@ -129,8 +129,8 @@ def dump_stacks_on_request(directory: Path) -> None:
 
 
 def dump_stacks(pids: Sequence[int], directory: Path) -> dict[int, str]:
-    """The Python stacks of workers that called `dump_stacks_on_request(directory)`; C++ stacks too, with gdb."""
-    # The Python stacks come first: gdb takes long, and a hanging process may go on or end in that time.
+    """The Python stacks of workers that called `dump_stacks_on_request(directory)`. With gdb, also their C++ stacks."""
+    # Get the Python stacks first: gdb takes long, and a hanging process may go on or end in that time.
     python = {pid: _python_stacks(pid, directory) for pid in pids}
     return {pid: f"--- stacks of process {pid} ---\n{stacks}{native_stacks(pid)}" for pid, stacks in python.items()}
 
@@ -141,7 +141,7 @@ def stacks_file(directory: Path, pid: int) -> Path:
 
 
 def _number_on_its_host(pid: int) -> int:
-    """Return the number that a process, maybe on a virtual host, has for itself."""
+    """Return the pid that a process has in its own pid namespace, which may be a virtual host's."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1])
 

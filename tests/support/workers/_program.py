@@ -20,11 +20,11 @@ def run_program(
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``source``, a text or a file, once per rank, all at once, and return each one's end and output.
 
-    Unlike the workers of `run_workers`, which are forked and leave by ``os._exit``, these interpreters start and are
-    finalized as a user's are. The script finds its rank in ``sys.argv[1]``. A script that starts processes by spawn
-    must be a file, where they find their function.
+    Unlike the workers of `run_workers`, which are forked and leave by ``os._exit``, these interpreters start and end
+    like a user's. The script finds its rank in ``sys.argv[1]``. A script that starts processes by spawn must be a file,
+    since these processes import it.
 
-    Raises AssertionError, with the stacks of those that have not ended, when ``timeout`` seconds are over.
+    After ``timeout`` seconds, raises AssertionError with the stacks of the programs that have not ended.
     """
     script = [str(source)] if isinstance(source, Path) else ["-c", textwrap.dedent(source)]
     command = [sys.executable, "-X", "faulthandler", *script]
@@ -42,7 +42,7 @@ def run_program(
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
-                    # Background programs of a shell ignore Ctrl-C, and children inherit that.
+                    # A shell's background programs ignore Ctrl-C, and their children inherit that.
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
             )

@@ -6,13 +6,13 @@ import threading
 import time
 
 _PERIOD_S = 0.01
-_HARMLESS_S = 0.05  # turns of the GIL, and of the processor
+_HARMLESS_S = 0.05  # waits for the GIL and for a processor
 
 
 class Stalls:
-    """Measures, for the time of a ``with``, by how much a sleeping thread of this process oversleeps.
+    """Measures, during a ``with``, by how much a sleeping thread of this process oversleeps.
 
-    That is the machine's doing. A time may exceed its bound by as much.
+    A busy machine causes stalls. A test may let a time exceed its bound by as much.
     """
 
     def __init__(self) -> None:

@@ -23,6 +23,6 @@ class Steps:
         eventually(lambda: all(map(self.is_done, steps)), f"waiting for {steps}", timeout)
 
     def meet(self, step: str, rank: int, of: int) -> None:
-        """Return when all processes have done as many steps as this one."""
+        """Note that this rank has done ``step``, and return when all ``of`` ranks have."""
         self.done(f"{step} {rank}")
         self.wait_for(*(f"{step} {peer}" for peer in range(of)), timeout=120)

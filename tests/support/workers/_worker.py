@@ -21,7 +21,7 @@ from tests.support.labs import move_to_host
 
 from ._processes import dump_stacks_on_request
 
-# Beginnings of warnings that are not errors in tests: torch's, about features that must still work.
+# Warnings of torch that begin like this are not errors in tests: they are about features that must still work.
 ACCEPTED_WARNINGS = (
     r"`torch\.jit\.\w+` is (deprecated|not supported in Python 3\.14)",
     "torch.quantize_per_tensor, torch.quantize_per_channel",
@@ -29,7 +29,7 @@ ACCEPTED_WARNINGS = (
     "Sparse CSR tensor support is in beta state",
     "Sparse invariant checks are implicitly disabled",
 )
-# Warnings of these packages, while they are imported or used, are accepted: patterns of the modules that they name.
+# Warnings from these packages are accepted. The pattern matches the name of the module that warns.
 FOREIGN_MODULES = r"(cuda|cupy|cupyx|cupy_backends|numba|numba_cuda|rmm)(\..*)?$"
 
 
@@ -86,7 +86,8 @@ class Worker:
         return self.directory / f"{worker_name(rank)}.{stream}"
 
     def main(self, rank: int, report: Connection) -> None:
-        """Run the body and report ``(True, its result)`` or ``(False, traceback)``. The process's entry point."""
+        """Run the body and report ``(True, its result)`` or ``(False, traceback)``. This is the process's entry
+        point."""
         global _this_worker
         _this_worker = self
         try:
@@ -143,7 +144,7 @@ class Worker:
         os.environ.update(self.env)
 
         torch.set_num_threads(1)
-        # A leaked RRef fails the shutdown, as in PyTorch's own tests.
+        # A leaked RRef then fails the shutdown, as in PyTorch's own tests.
         rpc.api._ignore_rref_leak = False
         _explain_failed_assertions()
         if self.backend == "UCX":
