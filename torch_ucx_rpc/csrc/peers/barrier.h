@@ -22,32 +22,31 @@ namespace torch_ucx_rpc {
 // parent is the nearest worker above it that is present; without one, the present worker of lowest rank. The worker
 // that has no parent is the coordinator. Arrivals travel up the tree, each worker passing on its collected ones. The
 // coordinator releases the round when every present worker has arrived, and the release travels down. So no worker
-// talks to more than its parent and `fanOut` others, as long as none dies. Up to 1 + fanOut workers, all arrive at the
-// coordinator itself.
+// talks to more than its parent and `fanOut` others, as long as none dies. In a group of up to 1 + fanOut workers, all
+// others arrive at the coordinator itself.
 //
 //   arrive   worker -> parent   "these are in this round, with these values; and these are gone, as far as I know"
 //   release  parent -> worker   "this round is over; the sum; the workers that have died"
 //   release  worker -> parent   the same, to a parent that takes over
 //
-// Invariants, for any worker that leaves or dies at any moment. A worker hears everything that another one has sent
-// before it hears of its end.
+// Invariants, for any worker that leaves or dies at any moment. A worker gets everything that another worker has sent
+// before it learns of that worker's end.
 //
 // 1. A round ends when all workers that are still present have arrived. It never waits for a worker that has left or
-//    failed, and a death ends no round: the result names the dead. The coordinator alone decides, by what it sees
-//    itself: a report that a worker is gone only makes it look (toContact()).
-// 2. All living workers leave a round with the same sum. A new coordinator decides no round that its predecessor has
-//    released to a worker that lives: that worker does not arrive again, but tells its new parent the result. For an
-//    arrival goes to the parent alone, and the parent changes only by its end. So a worker whose arrival has reached
-//    the new coordinator can be released by it alone.
-// 3. Every worker that waits has told all that it has collected to its parent: at once when nothing is missing below
-//    it, else at the next tick(). It tells everything again when it gets another parent. A worker that has not entered
-//    the round keeps what it is told, and answers it when the round ends.
-// 4. The parent's rank is below the worker's own. So arrivals never run in a circle, even where the views differ, and
-//    the worker of lowest rank that is present ends up as coordinator.
+// failed, and a death ends no round: the result names the dead. The coordinator alone decides, by what it sees itself:
+// a report that a worker is gone only makes it look (toContact()). 2. All living workers leave a round with the same
+// sum. A new coordinator decides no round that its predecessor has released to a worker that lives: that worker does
+// not arrive again, but tells its new parent the result. An arrival goes to the parent alone, and only the parent's end
+// changes the parent. So only the new coordinator can release a worker whose arrival has reached it. 3. Every worker
+// that waits has told all that it has collected to its parent: at once when nothing is missing below it, else at the
+// next tick(). It tells everything again when it gets another parent. A worker that has not entered the round keeps the
+// arrivals that it gets, and answers them when the round ends. 4. The parent's rank is below the worker's own. So
+// arrivals never run in a circle, even if workers see different members, and the present worker of lowest rank becomes
+// the coordinator.
 //
-// A worker need not hear of the end of workers that it never talks to. It notices the end of its parent, to which it
-// has sent, and the ends of those directly below it: it contacts them as long as something is missing there
-// (toContact()).
+// A worker need not learn of the end of workers that it never talks to. It notices the end of its parent, because it
+// has sent to it. It notices the end of the workers directly below it, because it contacts them as long as arrivals are
+// missing there (toContact()).
 //
 // Thread-safe.
 class Barrier {
@@ -61,11 +60,11 @@ class Barrier {
   // A worker's knowledge of a round.
   struct Arrivals {
     std::map<Rank, int64_t> values;
-    std::set<Rank> gone; // without having arrived, as the sender or workers below it have seen
+    std::set<Rank> gone; // without having arrived, as seen by the sender or workers below it
   };
-  // The other workers, as this one sees them, and the way to them. Frames are sent without blocking, and without the
-  // barrier's lock: the sending thread may hand out events on the way, and they may be for this barrier. The questions
-  // are asked with the lock.
+  // The other workers, as this one sees them, and the way to them. The send functions must not block, and are called
+  // without the barrier's lock: the sending thread may hand out events, also for this barrier. The other functions are
+  // called with the lock.
   class Link {
    public:
     virtual ~Link() = default;
@@ -81,17 +80,17 @@ class Barrier {
   // Enters the next round and returns its number. Every worker must enter the same rounds. One thread at a time.
   uint64_t enter(int64_t value);
 
-  // Waits for the release of the round entered last, until this worker has passed it on. False after `limit`; may be
-  // called again.
+  // Waits until the round entered last has been released and this worker has passed the release on. False after
+  // `limit`; may be called again.
   bool wait(std::chrono::milliseconds limit, Result& result);
 
   // To be called now and then while this worker waits.
   void tick();
 
-  // The present workers whose arrival is missing: at the coordinator of all, elsewhere of those below.
+  // The present workers whose arrival is missing. The coordinator looks at all workers, the others at those below them.
   std::vector<Rank> missing() const;
-  // The workers whose end this one must notice: those directly below with an arrival missing, be it their own or one
-  // that they would pass on; and at the coordinator those that others report as gone.
+  // The workers whose end this one must notice: those directly below it whose arrival is missing, or that have yet to
+  // pass one on. At the coordinator also those that others report as gone.
   std::vector<Rank> toContact() const;
 
   // To be called for arriving frames and changes of membership, from any thread.

@@ -79,7 +79,8 @@ bool Lifelines::open(uint64_t session, Line& line) {
 // The meaning of events on a lifeline:
 //
 //   how the socket has ended                what it means                      what follows
-//   a connection ended (0, ECONNRESET)      the process, or a firewall's whim  another connection, kReconnections times
+//   a connection ended (0, ECONNRESET)      its process ended, or a firewall   another connection, kReconnections times
+//                                           cut the connection
 //   refused, and it was connected before    no process listens there           onCut
 //   refused at first, or not reached        nothing about the peer             nothing, unless another connection has
 //                                                                              failed: then onCut, if it is refused

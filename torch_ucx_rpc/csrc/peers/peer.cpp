@@ -61,7 +61,7 @@ RpcFailure Peer::failureFrom(const Error& error, const std::string& sentence) co
 bool Peer::moveTo(State state, Error why) {
   const std::lock_guard lock(mutex_);
   const State now = state_.load(std::memory_order_relaxed);
-  // A goodbye comes right before the end of its process is seen. The first of the two is what happened.
+  // A worker says goodbye right before its process is seen to end. The first of the two events counts.
   if (now >= State::kLeft || now >= state) {
     return false;
   }

@@ -120,13 +120,13 @@ class Peer {
   std::atomic<bool> hasAdmitted{true}; // false from this worker's join until the peer has acknowledged it
   std::atomic<bool> hasNotedLeave{true}; // false from this worker's leave until the peer has acknowledged it
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
-  // ProcessWatch cannot watch it, or it may have lost this worker over a connection that this process has lost. The
-  // inbox sets it for the latter, under the worker lock.
+  // True if ProcessWatch cannot watch it, or if it may take this worker for dead because this process has lost the
+  // connection. The inbox sets it for the latter, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
-  // Set by the monitor. Something else than its endpoints tells that it has died: its lifeline, or silence.
+  // Set by the monitor. True if something other than its endpoints shows its death: its lifeline, or silence.
   std::atomic<bool> isEndSeen{false};
-  // Messages outlast a failed endpoint to it, which is replaced. Only where isEndSeen.
+  // True if messages outlast a failed endpoint to it, which is replaced. Only if isEndSeen.
   std::atomic<bool> mayResume{false};
 
   // Written under the worker lock; read by any thread.
@@ -138,10 +138,10 @@ class Peer {
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<uint64_t> resendBytes{0}; // of messages that are kept until it has them: see KeptMessages
-  // It runs on this machine, and shared memory does not reach it. Either its pid namespace or its user is another one:
-  // UCX looks for the process by an id that means nothing here, or another process, and cannot open the memory of
-  // another user. The group sets this before the first message. Or one of the two workers has become deaf over shared
-  // memory (RepairState::kUnrepairable).
+  // True if it runs on this machine and shared memory does not reach it. It may be in another pid namespace, where UCX
+  // would look for its process by an id that means nothing here or another process. It may belong to another user,
+  // whose memory UCX cannot open. The group sets both before the first message. Or one of the two workers gets nothing
+  // more over shared memory (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
 
   // Null before the first message to or from it; see Connections::of(). Guarded by the worker lock.

@@ -11,7 +11,7 @@ namespace torch_ucx_rpc {
 enum class Role : uint8_t { kLeader, kWaitingCaller };
 
 // Describes the thread that hands out a batch, if that thread drives progress. A thread that only submitted an
-// operation is no driver. It may hold locks of torch's, so nothing that belongs to other calls may run on it.
+// operation is not a driver. It may hold locks of torch's, so nothing that belongs to other calls may run on it.
 struct Driver {
   Role role = Role::kLeader;
   std::optional<uint64_t> awaitedCall; // the call whose answer a waiting caller waits for
@@ -33,11 +33,12 @@ class ProgressClient {
   // each Transport::progress().
   virtual void startDeferredWithWorkerLock() = 0;
 
-  // Whether messages may be in memory of devices, which copy while no thread does.
+  // Whether messages may be in device memory, which devices copy without any thread.
   virtual bool usesDevices() const {
     return false;
   }
-  // Whether a message waits for work of a device. No event announces its end: startDeferredWithWorkerLock() asks.
+  // Whether a message waits for work of a device. No event announces its end: startDeferredWithWorkerLock() asks the
+  // device.
   virtual bool waitsForDeviceWithWorkerLock() const {
     return false;
   }

@@ -141,7 +141,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   afterTask = &after;
   task();
   task = {}; // the task's captures are destroyed without the lock
-  afterTask = nullptr; // first: the task is over, and its locks of torch's are free
+  afterTask = nullptr; // first: the task is over, and has released torch's locks
   for (Task& then : after) {
     then();
   }
@@ -150,7 +150,8 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Nesting> nested = std::exchange(nesting, nullptr);
   lock.lock();
   if (nested != nullptr) {
-    // Calls of the request may still be open, rpc_async's for one. Their end must not count the request down again.
+    // Calls of the request may still be open, those of rpc_async for instance. Their end must not count the request
+    // down again.
     nested->isRunning = false;
     nestingRequests_ -= nested->openCalls != 0 ? 1 : 0;
   }

@@ -43,12 +43,12 @@ class Leader {
 // running requests together are at most `nestingLimit`. If all of them wait, and no task is begun for kFullPatience,
 // the request that has queued longest is shed.
 //
-// A thread calls the hooks when a task says so, not before. A thread that leads must not wait for Python, nor must one
-// that runs TorchScript.
+// A thread calls the hooks only when a task asks for them: threads that lead or run TorchScript must not wait for
+// Python.
 //
 // Threads are made when they are needed. Up to the number of cores they are made freely, since handlers may run without
 // the GIL. Beyond that a thread is made only if tasks wait, none has been begun for kStaleAfter, and no thread is about
-// to run: the existing threads then do block.
+// to run. That means that the existing threads block.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -56,17 +56,17 @@ class Executor : public std::enable_shared_from_this<Executor> {
 
   static constexpr size_t kMaxLeaders = 2;
 
-  // Adds a task to the timer, so it must not have started.
+  // Adds a task to the timer, so the timer must not have started.
   Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer);
 
   // Starts the first thread. Tasks that were added before run now. The leader must outlive stop().
   void start(Leader& leader);
 
-  // Adds a task, on any thread. If no thread can be had for a request, `shed` runs in its place, as a completion. A
-  // request without `shed` waits on.
+  // Adds a task, on any thread. If there is no thread for a request, `shed` runs in its place, as a completion. A
+  // request without `shed` keeps waiting.
   void addRequest(Task task, Task shed = {});
   void addCompletion(Task task);
-  // Adds the completion of a call that fails, at its deadline for one. It runs before other tasks. If callbacks of
+  // Adds the completion of a call that fails, at its deadline for instance. It runs before other tasks. If callbacks of
   // completions block all other threads, it runs on a thread that is kept for failures.
   void addFailure(Task task);
 
@@ -74,8 +74,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // Null on threads that run no request.
   static std::shared_ptr<void> markBlocked();
 
-  // Runs a part of the request that runs on this thread on a thread of its own, and waits for it. Calls that it makes
-  // are the request's.
+  // Runs `work`, a part of this thread's request, on a new thread, and waits for it. Calls that `work` makes are the
+  // request's.
   void runOnOwnThread(const std::function<void()>& work) const;
 
   // Whether this thread runs a task. If it does, runAfterTask() runs something right after the task.
@@ -88,7 +88,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
 
   // Begins no further task, and calls `wakeLeader` until the leaders have noticed. Waits for running tasks up to
   // `limit`. Threads that are stuck in user code after that are left behind, and end when that code returns. Returns
-  // how many. Threads without a task only need a core to end, and have kCorePatience more for that on a busy machine.
+  // the number of threads left behind. Threads without a task only need a core to end, and have kCorePatience more for
+  // that on a busy machine.
   size_t stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader);
 
   // Whether the calling thread is leading, and must therefore neither block nor run user code.
@@ -145,8 +146,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   bool isFullLocked() const {
     return !requests_.empty() && runningRequests_ >= nestingLimit_ && nestingRequests_ == runningRequests_;
   }
-  // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So the bound
-  // on threads for completions is as generous as that for requests that wait.
+  // Callbacks of completions may block, for instance on calls of their own, whose answers are completions too. So the
+  // bound on threads for completions is as generous as that for requests that wait.
   size_t maxTasksLocked() const {
     return maxRequests_ + nestingRequests_ + nestingLimit_;
   }

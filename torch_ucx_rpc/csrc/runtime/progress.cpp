@@ -28,8 +28,8 @@ thread_local Clock::time_point leftAt{};
 // A driver that spins checks the watched descriptors once in this many spins, since no thread may sleep on them.
 constexpr unsigned kSpinsBetweenLooks = 1024;
 
-// A transport that waits for room on the other side cannot be armed. For so long its driver only yields; then it naps,
-// since a process that makes no room for that long is busy with something else, or stopped.
+// A transport that waits for room on the other side cannot be armed. For this long its driver only yields. Then it
+// naps: a process that makes no room for so long is busy with something else, or stopped.
 constexpr auto kPatienceForRoom = std::chrono::milliseconds(2);
 constexpr auto kNap = std::chrono::microseconds(500);
 
@@ -52,7 +52,7 @@ void Progress::requestStartDeferred() {
 }
 
 void Progress::submit(Operation operation) {
-  // Through the queue even if the lock is free: an earlier operation of this thread may still wait there.
+  // The operation goes through the queue even if the lock is free: an earlier one of this thread may still wait there.
   {
     const std::lock_guard lock(queueMutex_);
     queue_.push_back(std::move(operation));
@@ -287,7 +287,8 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   return true;
 }
 
-// Keeps off the wait set until the waiting caller has taken its wake-up. If that takes long, it may be passed on again.
+// Keeps off the wait set until the waiting caller has taken its wake-up. If that takes long, the wake-up may be passed
+// on again.
 void Progress::letCallerRise() const {
   for (int nap = 0; nap < kQuietRounds && isWaitingCallerAsleep_.load(); ++nap) {
     std::this_thread::sleep_for(kRising);

@@ -50,7 +50,7 @@ class Progress {
 
   // Runs the client's startDeferredWithWorkerLock(), as submit() runs an operation.
   void requestStartDeferred();
-  // The same from within that function: it runs once more, after the transport has had its turn.
+  // Called by that function itself: it runs once more, after the next Transport::progress().
   void requestStartDeferredWithWorkerLock() {
     isStartRequested_.store(true);
   }
@@ -109,7 +109,7 @@ class Progress {
 
   void letCallerRise() const;
 
-  // Lets the transport advance; a callback that throws, for want of memory, has advanced it too.
+  // Advances the transport. A callback that throws, for lack of memory, counts as an advance too.
   unsigned advanceLocked();
   Spinning::Awaited awaitedLocked() const;
   bool hasPending() const {

@@ -16,8 +16,8 @@ enum class Waiting : uint8_t { kAuto, kPoll, kSleep };
 
 // Decides whether a driver spins through a wait or sleeps. Spinning pays if the awaited event comes soon, as between
 // the calls of a loop; otherwise it wastes a core. The decision is learned from the last waits. Leaders and waiting
-// callers count apart, since a leader waits for the next request and a caller for its answer. Guarded by the worker
-// lock, except setProcessesHere().
+// callers are counted separately, since a leader waits for the next request and a caller for its answer. Guarded by the
+// worker lock, except setProcessesHere().
 class Spinning {
  public:
   using Clock = std::chrono::steady_clock;
@@ -26,7 +26,7 @@ class Spinning {
   static constexpr auto kLimit = std::chrono::microseconds(800);
   // A driver that is away for longer than this is missed: arrivals wait until a leader that polls takes over.
   static constexpr auto kShortAbsence = std::chrono::microseconds(200);
-  // A wait that was slept through seems longer by this much.
+  // A wait in which the thread slept seems longer by this much.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
   // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and each
   // sleep between two parts would cost more than they take.

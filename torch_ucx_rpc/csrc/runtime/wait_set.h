@@ -37,7 +37,7 @@ class WaitSet {
   std::vector<Operation> takeReadable();
 
  private:
-  // A descriptor that is closed with the set, also if the set cannot be made whole.
+  // A descriptor that is closed with the set, also if the set's constructor throws.
   struct Descriptor {
     Descriptor(int fd, const char* what);
     ~Descriptor();

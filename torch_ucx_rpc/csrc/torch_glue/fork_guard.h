@@ -8,7 +8,7 @@
 // child used an agent, it could hang or disturb the parent.
 namespace torch_ucx_rpc {
 
-// Tells the process of a worker's agent from those forked from it. Thread-safe.
+// Distinguishes the process of a worker's agent from processes forked from it. Thread-safe.
 class ProcessGuard {
  public:
   // The agent belongs to the process that makes the guard. `worker` is its name.

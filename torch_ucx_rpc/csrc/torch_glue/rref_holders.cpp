@@ -22,7 +22,7 @@ std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Mess
               all->ids.erase(id);
             }};
   }
-  // The id of a fork names the worker that made it, which passes it on to another one. That one reports the fork, and
+  // The id of a fork names the worker that made it. That worker passes the fork on to another worker, which reports and
   // holds it.
   if (type == rpc::MessageType::RREF_FORK_REQUEST || type == rpc::MessageType::RREF_USER_DELETE) {
     const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;

@@ -41,8 +41,8 @@ class RRefHolders {
   std::shared_ptr<void> note(
       torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 
-  // The references that workers which are gone are known to hold, for the last time. To be called before another worker
-  // takes their ranks.
+  // Returns the references that gone workers are known to hold, and forgets what these workers have reported. To be
+  // called before another worker takes their ranks.
   std::vector<HeldFork> takeHeldBy(const std::unordered_set<torch::distributed::rpc::worker_id_t>& gone);
 
   // Returns and forgets the waits on this worker for values that lost workers were to make with rpc.remote(), except
@@ -62,7 +62,7 @@ class RRefHolders {
   const std::shared_ptr<InMaking> inMaking_ = std::make_shared<InMaking>();
 
   std::mutex mutex_;
-  // Guarded by mutex_: references from third workers, by who reported them.
+  // Guarded by mutex_: references from third workers -> the worker that reported them.
   std::unordered_map<ForkId, torch::distributed::rpc::worker_id_t, ForkId::Hash> reported_;
 };
 

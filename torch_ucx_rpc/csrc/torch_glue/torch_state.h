@@ -20,9 +20,8 @@ namespace torch_ucx_rpc {
 // several agents.
 bool isTorchsAgent(const torch::distributed::rpc::RpcAgent& agent);
 
-// torch's RRef context keeps the first agent of the process, and stops when that agent shuts down. In every later
-// life of the process, with any agent, owners would never delete RRefs. To be called when an agent starts that is
-// torch's current one.
+// torch's RRef context keeps the first agent of the process, and stops when that agent shuts down. After that, owners
+// in this process would never delete RRefs, whatever its next agent. To be called when torch's current agent starts.
 void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 
 // torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count.
@@ -56,9 +55,10 @@ std::vector<WaitForValue> takeWaitsForValues(
 // another worker may have the rank by now: a call to it would wait for ever.
 void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 
-// torch marks an RRef whose rpc.remote() has timed out. But it always marks the one for which any rpc.remote() of this
-// process failed first, even after its end: RRef::handleError() keeps `this` in a static variable. This has torch mark
-// an RRef that lives as long as the process. To be called before rpc.remote().
+// torch marks an RRef whose rpc.remote() has timed out. But RRef::handleError() keeps `this` in a static variable. So
+// torch always marks the RRef whose rpc.remote() was the first to fail in this process, even after the RRef's
+// destruction. This function makes torch mark an RRef that lives as long as the process. To be called before
+// rpc.remote().
 void keepRRefThatTorchMarks();
 
 // An RRef that rpc.remote() has made on this worker, and this worker's reference to it.
@@ -67,8 +67,8 @@ struct CreatedRRef {
   torch::distributed::rpc::ForkId reference;
 };
 
-// The RRef with which torch has registered this future, the one of the request that makes it. Nothing if torch does not
-// know the RRef: the thread that makes it tells torch after RpcAgent::send().
+// Finds the RRef with which torch has registered this future, which is that of the request that makes the RRef. Nothing
+// if torch does not know the RRef: the thread that makes it tells torch after RpcAgent::send().
 std::optional<CreatedRRef> findCreatedRRef(const torch::distributed::rpc::JitFuture& creation);
 
 // Marks the RRef whose rpc.remote() is about to fail, because it timed out, and returns this worker's reference to it.

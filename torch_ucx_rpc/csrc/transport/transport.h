@@ -56,7 +56,7 @@ enum class RepairState : uint8_t {
   kUnrepairable,
 };
 
-// Hears of what arrives and of what fails. The owner of a transport implements it.
+// Gets the messages that arrive and the endpoints that fail. The owner of a transport implements it.
 //
 // onEager and onRendezvous may throw when there is no memory for the message. An eager message is dropped then. A
 // rendezvous is released, and its handle is void: receive() of it ends with kOutOfMemory, release() of it does nothing.
@@ -72,9 +72,9 @@ class TransportListener {
   // exactly once, after this call.
   virtual void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) = 0;
 
-  // The endpoint is dead, told once: its operations complete with errors, now or in a later progress(), and so will new
-  // ones. The error's code tells a failure of this process from one of the peer, see isLocal(). After a local one,
-  // connect() may make another endpoint to the same peer.
+  // Called once for an endpoint that is dead. Its operations complete with errors, now or in a later progress(), and
+  // new ones will too. The error's code tells a failure of this process from one of the peer, see isLocal(). After a
+  // local one, connect() may make another endpoint to the same peer.
   virtual void onEndpointFailed(EndpointId endpoint, const Error& error) = 0;
 };
 
@@ -96,12 +96,12 @@ class Transport {
   virtual std::vector<std::pair<std::string, std::string>> description() const = 0;
 
   // Makes an endpoint. Whether the peer can be reached shows later. Fails for an address that makes no sense
-  // (kPeerFailed), and with a local error where this process lacks something.
+  // (kPeerFailed), and with a local error if this process lacks a resource.
   virtual Error connect(const std::string& address, EndpointId& endpoint) = 0;
 
-  // Does the same, but reaches the peer over network transports only, never over shared memory. Both sides must choose
+  // Like connect(), but reaches the peer over network transports only, never over shared memory. Both sides must choose
   // alike. This is for peers of the same machine
-  // - in another pid namespace: UCX looks for the peer's process by its id in the own namespace, so shared memory fails
+  // - in another pid namespace: UCX looks for the peer's process by its id in its own namespace, so shared memory fails
   //   or watches a stranger (containers with a common IPC namespace: `--ipc=host` without `--pid=host`);
   // - of another user, whose shared memory this worker cannot open.
   virtual Error connectOverNetwork(const std::string& address, EndpointId& endpoint) {
@@ -137,10 +137,10 @@ class Transport {
   // Gives up a rendezvous; the sender's operation completes.
   virtual void release(void* rendezvous) = 0;
 
-  // Does everything that does not block, and returns how many things that were. 0: nothing to do now.
+  // Does all work that does not block, and returns how many steps that took. 0: there is nothing to do now.
   virtual unsigned progress() = 0;
 
-  // Prepares for sleep. False: something has happened, call progress() first. True: the event fd will tell.
+  // Prepares for sleep. False: something has happened, call progress() first. True: eventFd() will become readable.
   virtual bool arm() = 0;
 
   // Sends and receives that have not completed, over all endpoints.
@@ -150,9 +150,9 @@ class Transport {
   virtual std::vector<std::string> lanes(EndpointId endpoint) const = 0;
 
   // Repair. A process of this machine that dies while it writes into this worker's shared memory leaves a gap there,
-  // and nothing behind the gap arrives, from any sender. After a process has died, and whenever this worker seems deaf,
-  // call repairState() under the worker lock. While it returns kUndecided, call scanForRepair() and then repairState()
-  // again, every 20 ms or so.
+  // and nothing behind the gap arrives, from any sender. After a process has died, and whenever this worker seems to
+  // receive nothing, call repairState() under the worker lock. While it returns kUndecided, call scanForRepair() and
+  // then repairState() again, every 20 ms or so.
   //
   // repairState() takes microseconds. It closes a gap if the last scan has shown that no process can be writing there
   // any more.

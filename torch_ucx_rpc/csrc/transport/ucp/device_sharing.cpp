@@ -15,7 +15,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Neither torch's nor RMM's allocator has smaller pieces of a device.
+// Neither torch's nor RMM's allocator takes smaller regions of a device.
 constexpr uintptr_t kRegionBytes = 2 * 1024 * 1024;
 
 struct Driver {

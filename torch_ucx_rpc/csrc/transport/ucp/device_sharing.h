@@ -7,37 +7,37 @@
 #include <cstdint>
 #include <unordered_set>
 
-// The abilities of this UCX with memory of CUDA devices. Nothing here needs a CUDA toolkit: the driver is asked where
-// it is loaded.
+// Whether this UCX can use memory of CUDA devices, and share it. Nothing here needs a CUDA toolkit: the functions ask
+// the driver, if it is loaded.
 namespace torch_ucx_rpc {
 
 struct UcpLibrary; // ucp_transport.h
 
-// Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can where
-// the driver has a legacy IPC handle for them and they lie in one allocation: cudaMalloc's, hence those of torch's
-// allocator and of RMM's default resources. It cannot for cudaMallocAsync's, nor for those of CUDA's virtual memory
-// management (torch's expandable_segments): the published wheels are built without handles for the latter, and a UCX
-// that has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Such
-// bytes travel in another, slower way, without a warning.
+// Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can if the
+// driver has a legacy IPC handle for them and they lie in one allocation. That holds for memory of cudaMalloc, so for
+// torch's allocator and RMM's default resources. It does not hold for cudaMallocAsync, nor for CUDA's virtual memory
+// management (torch's expandable_segments). The published wheels are built without handles for the latter, and a UCX
+// that has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Bytes
+// that cannot be shared travel in another, slower way, without a warning.
 //
 // True where there is no driver, or it does not know the address. Any thread may call it.
 bool canShareDeviceMemory(const void* address, uint64_t bytes);
 
 // Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes
-// through the host's, in pieces of 8 KiB.
+// through host memory, in pieces of 8 KiB.
 bool hasCudaIpc(ucp_context_h context);
 
-// Says to the user why a UCX that has what the flags say must not be given memory of CUDA devices. No error where it
-// may. A UCX that has not found the driver takes device memory for the host's, and the process ends with SIGSEGV on the
-// first tensor; the cuda_ipc of UCX 1.21 is broken.
+// Returns an error for the user if a UCX with these abilities must not get memory of CUDA devices. No error if it may.
+// A UCX that has not found the driver takes device memory for host memory, and the process ends with SIGSEGV on the
+// first tensor. The cuda_ipc of UCX 1.21 is broken.
 Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc);
 
-// Says to the user that UCX takes these bytes of a CUDA device for the host's, and what to do; no error where it does
-// not. UCX keeps a cache of allocations. Memory that is missing there counts as the host's for UCX, whatever a send or
-// receive says (1.22), and the process would end with SIGSEGV. Takes some microseconds.
+// Returns an error for the user if UCX takes these bytes of a CUDA device for host memory. UCX keeps a cache of
+// allocations. It takes memory that is missing there for host memory, whatever a send or receive says (1.22), and the
+// process would end with SIGSEGV. Takes some microseconds.
 Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes);
 
-// The memory of CUDA devices that a context may get. Needs the worker lock, except canShare() and refusal().
+// Decides which memory of CUDA devices a context may get. Needs the worker lock, except canShare() and refusal().
 class DeviceMemoryAccess {
  public:
   DeviceMemoryAccess() = default; // nothing, without a context
@@ -51,8 +51,8 @@ class DeviceMemoryAccess {
   const Error& refusal() const {
     return refusal_;
   }
-  // Why these bytes must not be given to UCX: for one of the reasons above. Looks once at each region of a device,
-  // since allocators keep theirs.
+  // Why UCX must not get these bytes, for one of the reasons above; no error if it may. Checks each region of a device
+  // once, since allocators keep their regions.
   const Error& refusalOf(const void* address, uint64_t bytes);
 
  private:

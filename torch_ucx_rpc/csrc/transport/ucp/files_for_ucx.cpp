@@ -41,10 +41,10 @@ Reserve& reserve() {
   return *only;
 }
 
-// After a cut, TCP doubles the wait before each further attempt, so that the first answer would come as long after the
-// cut as that lasted. A bound of a second keeps it short. The kernel would then give a connection up after its usual 15
-// attempts, so this sets the time that these take by default. Sockets that are accepted inherit both. Kernels before
-// 6.15 have no such bound.
+// After a cut of the network, TCP doubles the wait before each further attempt. So the first answer may come as long
+// after the cut as the cut lasted. A bound of a second on the wait prevents that. With the bound, the usual 15 attempts
+// would be over too soon, so this also sets the time that they take by default. Sockets that are accepted inherit both.
+// Kernels before 6.15 have no such bound.
 void boundResending(int domain, int type, int socket) {
 #ifndef TCP_RTO_MAX_MS
   constexpr int TCP_RTO_MAX_MS = 44;
@@ -93,7 +93,7 @@ int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
 
 // While a connection waits, UCX's thread would ask for it without a pause, and hold the lock of the worker each time.
 // On a single core no other thread would get that lock, as every thread that wants it spins. The pause is here, where
-// the thread has no lock. A thread that only looks has the lock, and goes on.
+// the thread has no lock. A thread that only polls holds the lock, and must not pause.
 int epollWaitForUcx(int epoll, epoll_event* events, int most, int timeoutMs) {
   if (timeoutMs != 0 && isConnectionWaiting) {
     isConnectionWaiting = false;

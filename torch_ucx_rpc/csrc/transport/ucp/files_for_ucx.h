@@ -9,11 +9,11 @@ namespace torch_ucx_rpc {
 // - It opens a socket to look at a network card. If it cannot, it takes the card for useless for good ("cannot find
 //   remote protocol"), or ends the process ("failed to set active message handler"). Now it gets one of the reserve.
 //
-// Its TCP sockets are also told to resend every second after a cut, instead of ever less often.
+// This class also makes UCX's TCP sockets resend every second after a cut, instead of ever less often.
 //
-// UCX has no setting for that. So accept(), epoll_wait() and socket() are replaced in the list of functions that libucs
-// imports, for the rest of the process. The reserve is one for all objects of this class, and is given back with the
-// last one.
+// UCX has no setting for any of this. So the first object replaces accept(), epoll_wait() and socket() in the list of
+// functions that libucs imports, for the rest of the process. All objects of this class share one reserve, which the
+// last one gives back.
 class FilesForUcx {
  public:
   FilesForUcx();
@@ -21,7 +21,7 @@ class FilesForUcx {
   FilesForUcx(const FilesForUcx&) = delete;
   FilesForUcx& operator=(const FilesForUcx&) = delete;
 
-  // False where libucs has no such imports: then UCX does as it always has.
+  // False if libucs has no such imports: UCX then works as it always has.
   bool isUsed() const {
     return isUsed_;
   }

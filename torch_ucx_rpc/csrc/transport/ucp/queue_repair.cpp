@@ -22,8 +22,8 @@ constexpr std::pair<int, int> kNewestTested{1, 22};
 // A message takes UCX microseconds to copy into a slot: at most 64 KiB, 8 by default.
 constexpr uint64_t kLongerThanAnyCopyMs = 50;
 
-// Scans for one slot before the state is kUnrepairable: one second at the agent's pace of 20 ms. Later, every so many
-// scans look again for processes that could not be seen. Suspects are looked at every time, which costs little.
+// Scans for one slot before the state is kUnrepairable: one second at the agent's pace of 20 ms. After that, one scan
+// in so many looks again for processes that could not be seen. Each scan checks the suspects, which costs little.
 constexpr unsigned kMaxScans = 50;
 
 std::string dotted(std::pair<int, int> version) {

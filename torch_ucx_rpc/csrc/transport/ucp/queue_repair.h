@@ -13,8 +13,8 @@
 
 namespace torch_ucx_rpc {
 
-// Why queues of this UCX are left alone. Empty if they can be repaired. Repair writes into memory that belongs to UCX,
-// so only versions with which queue_repair_test.cpp has passed are accepted.
+// The reason why queues of this UCX are left alone. Empty if they can be repaired. Repair writes into memory that
+// belongs to UCX, so only versions with which queue_repair_test.cpp has passed are accepted.
 std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 
 // Gets the queues of a UCX worker past the slots of processes that died while they were writing (see

@@ -89,7 +89,7 @@ std::optional<std::vector<SharedMemoryQueue::Mapping>> SharedMemoryQueue::mappin
     std::string device;
     std::string inode;
     fields >> std::hex >> mapping.begin >> dash >> mapping.end >> permissions >> offset >> device >> inode;
-    // From its first byte: the kernel may show one attachment in several lines.
+    // Only the line of its first byte counts: the kernel may show one attachment in several lines.
     if (permissions == "rw-s" && std::stoull(offset, nullptr, 16) == 0) {
       mapping.object = device + " " + inode;
       if (line.find("/SYSV") != std::string::npos) {
@@ -188,7 +188,7 @@ std::optional<SharedMemoryQueue::Position> SharedMemoryQueue::unwritten() const 
 void SharedMemoryQueue::skip(Position position) {
   Slot& slot = slotAt(position);
   const Acknowledgement message;
-  // The mark comes last, and with release: UCX reads the slot as soon as it sees that.
+  // The mark comes last, and with release: UCX reads the slot as soon as it sees the mark.
   std::memcpy(&slot + 1, &message, sizeof(message));
   slot.handler = Acknowledgement::kHandler;
   slot.bytes = sizeof(message);

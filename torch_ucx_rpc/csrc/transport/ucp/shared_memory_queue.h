@@ -13,8 +13,9 @@ namespace torch_ucx_rpc {
 
 // The queue through which the processes of a machine send to a UCX worker over shared memory: a ring of slots in memory
 // that belongs to the receiver. A sender takes a slot, writes its message, and marks the slot as written. The receiver
-// reads slot after slot. UCX has no answer to a sender that is killed in between: its slot is never marked, and the
-// receiver gets nothing more over shared memory, from any sender. So this class looks into the ring behind UCX's back.
+// reads slot after slot. UCX cannot recover from a sender that is killed in between: its slot is never marked, and the
+// receiver gets nothing more over shared memory, from any sender. So this class reads and repairs the ring, without
+// UCX's knowledge.
 //
 // The layout is uct_mm's, the same from UCX 1.14 to 1.22 (src/uct/sm/mm/base/mm_iface.h). A ring is recognized by what
 // UCX writes into a new one. A ring that looks different is left alone.
@@ -23,8 +24,8 @@ namespace torch_ucx_rpc {
 // lock guards that. processes() touches no ring, and any thread may call it at any time.
 class SharedMemoryQueue {
  public:
-  // Where the memory of such queues starts, in this process. The queues of a new worker are those that were not there
-  // before.
+  // Where mappings that may hold such queues start in this process. The queues of a new worker are in mappings that
+  // were not there before.
   static std::set<uintptr_t> mapped();
   // The queues in memory that is mapped now and was not `before`. Only queues of workers that have received nothing
   // yet.

@@ -44,7 +44,7 @@ Error UcpEndpoints::connect(std::string_view ucxAddress, EndpointId& endpoint) {
   const ucs_status_t status = ucp_ep_create(worker_, &params, &created->handle);
   if (status != UCS_OK) {
     created->reason = log_.takeReason();
-    // A network that is down shows at once on some hosts, and later on others. Here it shows later on all.
+    // A network that is down shows at once on some hosts, and later on others. Here it shows later on all hosts.
     if (created->reason.find("connect(fd=") == std::string::npos) {
       return withReason(errorOfConnecting(status), created->reason);
     }
@@ -116,11 +116,11 @@ std::vector<std::string> UcpEndpoints::lanes(EndpointId endpointId) const {
 
 // UCX ends the process in two cases (1.22, and master in August 2026). In each it uses memory that it has freed:
 // - Both sides close a TCP connection while this side still has bytes for it, after a cut for instance. One event may
-//   say that the socket is writable and that the other side's farewell is there; reading the farewell frees the bytes
-//   that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that completes
-//   at once proves it.
+//   say that the socket is writable and that the other side has closed it. Reading the end of the stream frees the
+//   bytes that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that
+//   completes at once proves it.
 // - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()): its
-//   lanes are gone, so nothing keeps it until the flush has ended.
+//   lanes are gone, so nothing keeps it alive until the flush has ended.
 void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
   draining_.reserve(draining_.size() + 1);
   const ucp_request_param_t param{};
@@ -169,7 +169,7 @@ void UcpEndpoints::closeReported() {
 }
 
 void UcpEndpoints::closeDrained() {
-  // They are flushed again after the walk, since closeWhenDrained() adds to draining_.
+  // These endpoints are flushed again after the loop, since closeWhenDrained() adds to draining_.
   std::vector<UcpEndpoint*> drained;
   drained.reserve(draining_.size());
   std::erase_if(draining_, [&](const auto& item) {

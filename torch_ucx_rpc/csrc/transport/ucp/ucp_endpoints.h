@@ -61,7 +61,7 @@ class UcpEndpoints {
 
   // Closes endpoints that have failed or have drained. Not inside a callback of UCX's.
   void progress();
-  // An endpoint that has failed, is closed, and has not been taken yet; its failure is set. Null if there is none.
+  // Takes an endpoint that has failed and is closed, and sets its failure. Null if there is none.
   UcpEndpoint* takeFailed();
   // Whether progress() or takeFailed() would find a failure.
   bool hasFailures() const {
@@ -71,12 +71,13 @@ class UcpEndpoints {
   // Gives up one endpoint.
   void abandon(EndpointId endpoint);
 
-  // The end, in this order. abandonAll() begins to flush all endpoints. While that goes on, isDraining() holds.
+  // Closing the worker calls the following, in this order. abandonAll() begins to flush all endpoints. While that goes
+  // on, isDraining() holds.
   void abandonAll();
   bool isDraining() const {
     return !draining_.empty();
   }
-  // Forces endpoints that could not be drained: those over TCP, or all others, which need not be (see
+  // Closes by force the endpoints that could not be drained: those over TCP, or all others, which need no draining (see
   // closeWhenDrained()).
   void force(bool areOverTcp);
   // Whether the forced endpoints need more progress.

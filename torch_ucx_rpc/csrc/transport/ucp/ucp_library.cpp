@@ -122,7 +122,7 @@ bool means(std::string_view word, std::string_view transport) {
          });
 }
 
-// Advice for a UCX that cannot start. UCX has told its own reason on stderr before.
+// Advice for a UCX that cannot start. UCX has logged its own reason before.
 const char* cureOf(ucs_status_t status) {
   switch (status) {
     case UCS_ERR_NO_MEMORY:
@@ -149,11 +149,13 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
       // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this setting UCX takes TCP then, even on one
       // host.
       {"MM_ERROR_HANDLING", "y", {"posix", "sysv", "xpmem"}},
-      // The buffers that a worker makes of each kind of shared memory at a time. UCX's own is 512, of 8 KiB, and writes
-      // to each, though its queue has 256: twice as much memory, and a tenth of the time of init_rpc.
+      // The number of buffers that a worker makes at a time for each kind of shared memory. UCX's default is 512
+      // buffers of 8 KiB. It writes to each of them, though its queue has only 256 slots. That takes twice as much
+      // memory, and a tenth of the time of init_rpc.
       {"MM_RX_BUFS_GROW", "288", {"posix", "sysv", "xpmem"}},
       {"NET_DEVICES", networkDevices.c_str(), {}},
-      // UCX's own are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these and 135 with those.
+      // UCX's defaults are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these values, and 135 ms with
+      // the defaults.
       {"TCP_TX_SEG_SIZE", "64k", {"tcp"}},
       {"TCP_RX_SEG_SIZE", "256k", {"tcp"}},
       // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the
@@ -253,8 +255,8 @@ Error errorOfEndpoint(ucs_status_t status, int someFile) {
       return files;
     }
   }
-  // Here "canceled" is not what this side has given up: an InfiniBand card says so of all operations of a connection
-  // that has broken, and its own reason may come later (uct_ib_wc_to_ucs_status()).
+  // Here "canceled" does not mean that this side has given up. An InfiniBand card reports it for all operations of a
+  // broken connection, and the real reason may come later (uct_ib_wc_to_ucs_status()).
   if (status == UCS_ERR_CANCELED) {
     return {ErrorCode::kPeerFailed, "the connection has broken (" + textOf(status) + ")"};
   }

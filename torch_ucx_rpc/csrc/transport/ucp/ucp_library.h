@@ -35,9 +35,9 @@ std::string workerAddress(ucp_worker_h worker, uint32_t flags);
 // Checks a step of UCX's start. Throws std::runtime_error with a sentence for the user if `what` has failed.
 void check(ucs_status_t status, const char* what);
 
-// Returns an error if this process may not open the files that a connection takes. They are made as copies of
-// `someFile`, and closed again. Without them UCX would make half a connection, which says nothing of files and stays
-// lost, so it is better not begun.
+// Returns an error if this process may not open the files that a connection takes. It makes that many copies of
+// `someFile`, and closes them again. Without these files UCX would make half a connection, which never works and
+// reports nothing about files. So the caller must not begin it.
 Error filesForAConnection(int someFile);
 
 } // namespace torch_ucx_rpc

@@ -33,7 +33,7 @@ class UcpOperations {
 
   // Returns null, and leaves `done` as it is, if memory runs out.
   UcpOperation* begin(OperationDone& done, const UcpEndpoint* endpoint = nullptr) noexcept;
-  // Takes what the UCX call returned that began the operation. If the operation is over already, calls its `done`.
+  // Takes the result of the UCX call that began the operation. If the operation is over already, calls its `done`.
   void onSubmitted(UcpOperation* operation, ucs_status_ptr_t returned);
 
   // Callbacks for UCX, whose user data is the operation.

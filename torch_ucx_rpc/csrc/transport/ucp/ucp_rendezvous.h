@@ -22,7 +22,7 @@ class UcpRendezvousList {
  public:
   // Adds a message, in UCX's callback. Returns null if memory runs out.
   UcpRendezvous* add(void* descriptor) noexcept;
-  // Takes out one that is to be received. The caller owns its descriptor, which is null if UCX has it back.
+  // Takes out a rendezvous that is to be received. The caller owns its descriptor, which is null if UCX has it back.
   std::unique_ptr<UcpRendezvous> take(void* handle) noexcept;
   // Gives up a rendezvous that will not be received.
   void release(ucp_worker_h worker, void* handle) noexcept;

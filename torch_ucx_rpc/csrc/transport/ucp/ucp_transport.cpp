@@ -42,8 +42,8 @@ void warnOfLoss(const std::exception_ptr& loss) {
 }
 
 // UCX asks the driver about an address, unless told that it is in host memory. Memory of a CUDA device may also be
-// managed memory, which only the driver knows.
-// UCX 1.22 does not believe this, and looks itself: see deviceMemoryMistaken().
+// managed memory, which only the driver knows. UCX 1.22 ignores the given type, and looks itself: see
+// deviceMemoryMistaken().
 ucs_memory_type_t memoryTypeOf(Memory memory) {
   return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_CUDA;
 }
@@ -353,7 +353,7 @@ void UcpTransport::close(int64_t limitMs) {
   const auto turn = [this] {
     try {
       return progress();
-    } catch (...) { // of a callback; progress() has told it
+    } catch (...) { // a callback has thrown; progress() has handed out its event
       return 1u;
     }
   };
@@ -384,7 +384,7 @@ void UcpTransport::close(int64_t limitMs) {
   }
   endpoints_.dropFlushes();
   log_.explain(); // this side has given everything up
-  working.reset(); // other trouble with the end of a worker is not ordinary
+  working.reset(); // other errors at the end of a worker are not ordinary
   if (operations_.inFlight() != 0) {
     working.emplace(log_, /*isLeaving=*/true);
   }

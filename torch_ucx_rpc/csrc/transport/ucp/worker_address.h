@@ -15,8 +15,8 @@ struct WorkerAddressView {
   std::string_view network;
 };
 
-// Packs both into the one address that this package passes on. UCX trusts what it reads in an address, and asserts it.
-// So a checksum stands in front, and a damaged or foreign address becomes an error.
+// Packs both into the one address that this package passes on. UCX does not validate an address: it only asserts what
+// it reads. So this package puts a checksum in front, and a damaged or foreign address becomes an error.
 std::string wrapAddress(const WorkerAddress& address);
 
 // Unpacks an address of wrapAddress(). Both parts are empty for anything else. Points into `address`.
