@@ -1,1 +1,1 @@
-"""Tests of one piece in one process."""
+"""Tests of one unit in one process."""

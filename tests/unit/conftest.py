@@ -1,4 +1,4 @@
-"""Unit tests start no process: a test that needs one belongs in tests/e2e."""
+"""Unit tests start no process. A test that needs one belongs in tests/e2e."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 
-# The scope is the package, since fixtures of modules may start no process either.
+# The scope is the package, so that it covers fixtures of modules too.
 @pytest.fixture(scope="package", autouse=True)
 def _no_processes() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> NoReturn:

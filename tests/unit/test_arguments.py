@@ -1,4 +1,4 @@
-"""Wrong arguments of public functions: an error of ours names the argument, and what came."""
+"""Wrong arguments of public functions: the error names the argument and the value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHANNEL = object.__new__(channel.Channel)
 SERVER = object.__new__(reduction.Server)
 LATENCIES = torch_ucx_rpc.Latencies((1,), 1.0)
 
-# Right arguments of each public function and class that takes some. The other arguments have defaults.
+# Valid required arguments of each public function and class that takes arguments.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "UcxRpcBackendOptions": (torch_ucx_rpc.UcxRpcBackendOptions, {}),
     "UcxRpcBackendOptions.set_device_map": (
@@ -86,7 +86,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "pipeline.GradScaler.unscale_": (pipeline.GradScaler().unscale_, {"optimizer": None}),
     "pipeline.GradScaler.load_state_dict": (pipeline.GradScaler().load_state_dict, {"state_dict": {}}),
 }
-# Documented values of an argument: None for a default, an empty list, or anything.
+# Arguments for which None, an empty list, or any value is valid.
 TAKES_NONE = {
     "UcxRpcBackendOptions": {
         "init_timeout",
@@ -143,7 +143,7 @@ TAKES_ANYTHING = {
     "pipeline.Built": {"args"},
     "pipeline.DistributedPipeline": {"sample"},
 }
-# The package makes objects of these classes; users give them no arguments.
+# The package makes the objects of these classes. Users pass no arguments.
 MADE_BY_THE_PACKAGE = {
     "Latencies",
     "PeerStatistics",

@@ -41,14 +41,14 @@ def test_the_wrong_one_of_two_interfaces_is_a_warning() -> None:
     assert "w0 reaches w1 by tcp/eth1, and the way from a to b is eth0" in warning
 
 
-def test_infiniband_that_is_there_and_not_used_is_a_warning() -> None:
+def test_unused_infiniband_is_a_warning() -> None:
     here, there = (dataclasses.replace(place, infiniband=["mlx5_0:1"]) for place in (PLACE, ELSEWHERE))
     [warning], _ = verdict(dataclasses.replace(PAIR, lanes=["tcp/eth0"]), there, here)
     assert "both have InfiniBand or RoCE (mlx5_0:1)" in warning
     assert verdict(dataclasses.replace(PAIR, lanes=["rc_mlx5/mlx5_0:1"]), there, here) == ([], [])
 
 
-def test_only_a_pair_much_slower_than_its_like_is_a_warning() -> None:
+def test_a_pair_much_slower_than_the_others_is_a_warning() -> None:
     pairs = [dataclasses.replace(PAIR, caller=f"w{i}", latency_us=100.0 + i) for i in range(9)]
     places = {f"w{i}": PLACE for i in range(9)}
     assert judge(places, pairs) == ([], [])
@@ -93,12 +93,12 @@ def test_without_rich_it_says_how_to_get_it(
 # ---- Progress --------------------------------------------------------------------------------------------------------
 
 
-def test_the_bar_is_on_stderr_and_where_that_is_a_terminal(
+def test_the_bar_is_on_stderr_if_that_is_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(with_progress(iter("abc"), 3, "counting letters")) == ["a", "b", "c"]
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich write as to a terminal
     monkeypatch.setenv("TERM", "xterm")
     assert list(with_progress(iter("abc"), 3, "counting letters")) == ["a", "b", "c"]
     out, err = capsys.readouterr()

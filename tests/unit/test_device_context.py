@@ -1,4 +1,4 @@
-"""CUDA has contexts on the devices of a worker's own options before UCX starts."""
+"""Before UCX starts, the devices that a worker's options name have CUDA contexts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_ucx_rpc.errors import JoinFailed
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls to CUDA on a machine with two devices."""
+    """Record the calls to CUDA on a fake machine with two devices."""
     happened: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "synchronize", happened.append)
@@ -30,13 +30,13 @@ def test_named_devices_get_contexts_the_first_one_last(events: list[Any]) -> Non
     assert events == [torch.device("cuda:1"), torch.device("cuda:0")]
 
 
-def test_without_devices_cuda_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_devices_cuda_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("a device was asked"))
     context.make_contexts(UcxRpcBackendOptions())
     context.make_contexts(UcxRpcBackendOptions(device_maps={"ps": {"cpu": 0}}))
 
 
-def test_missing_devices_are_left_to_the_check_of_the_maps(events: list[Any]) -> None:
+def test_missing_devices_are_reported_by_the_check_of_maps(events: list[Any]) -> None:
     context.make_contexts(UcxRpcBackendOptions(devices=[0, 2]))
     assert events == [torch.device("cuda:0")]
 

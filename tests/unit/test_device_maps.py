@@ -93,7 +93,7 @@ def test_maps_with_the_cpu_and_several_devices_to_one_fit() -> None:
         record("b", device_maps={"a": {CUDA0: CUDA1}}, reply_device_maps={"a": {CUDA0: CPU}}),
     ]
     check(members)
-    # Each reply has one device: the GPU, if there are several candidates.
+    # Each reply goes to one device. Of several candidates it is the GPU.
     assert maps_of_replies("b", members) == {"a": {CUDA0: CUDA0, CPU: CUDA1}}
     assert maps_of_replies("a", members) == {"b": {CUDA1: CUDA0, CUDA0: CPU}}
 
@@ -168,7 +168,7 @@ def test_missing_cuda_is_refused_at_init_with_the_cure(asked: dict[str, Any], st
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp,cuda", "sm,cuda_copy,cuda_ipc", "^tcp", "sm:aux,cuda_copy"])
-def test_a_choice_of_transports_with_cuda_is_taken(tls: str, ucx: Path) -> None:
+def test_a_choice_of_transports_with_cuda_is_accepted(tls: str, ucx: Path) -> None:
     check_ucx([CUDA0], str(ucx), {"UCX_TLS": tls})
     check_ucx([CUDA0], str(ucx), {})
 
@@ -187,7 +187,7 @@ def test_a_ucx_without_cuda_is_refused_where_devices_are_used(tmp_path: Path) ->
 
 @pytest.fixture
 def ucx(tmp_path: Path) -> Path:
-    """The libucp of a UCX with CUDA."""
+    """Return the libucp of a UCX with CUDA."""
     (tmp_path / "ucx").mkdir()
     (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
     return tmp_path / "libucp.so.0"

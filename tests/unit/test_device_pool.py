@@ -1,6 +1,6 @@
 """The memory of CUDA devices: RMM's own entry points and resources, and the errors without RMM or a GPU.
 
-RMM runs here without a GPU as far as its resources call back into Python.
+Without a GPU, RMM runs only resources that call back into Python.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_without_rmm_its_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_worker_is_named(rmm: Any) -> None:
-    # No server is at that address, so a try would fail.
+    # The address has no server, so an attempt to connect would fail.
     options = UcxRpcBackendOptions(device_pool="rmm", init_method="tcp://localhost:1")
     with pytest.raises(JoinFailed, match=r"there is none for worker 'ps'.*Leave device_pool out"):
         rpc.init_rpc("ps", rank=0, world_size=2, rpc_backend_options=options)

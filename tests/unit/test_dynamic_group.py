@@ -1,4 +1,4 @@
-"""A worker that joins a group without a size while the ranks of others change hands."""
+"""A worker joins a group without a size while other workers give up ranks and take them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .test_members import record
 
 
 class FakeAgent:
-    """No member admits it, and it has lost all but the silent ones. It refuses two workers of one rank."""
+    """An agent that no member admits, and that has lost all members except the silent ones. It refuses two workers of
+    one rank."""
 
     def __init__(self, silent: Sequence[Record] = ()) -> None:
         self.silent = [SimpleNamespace(id=one.rank) for one in silent]
@@ -60,7 +61,7 @@ def test_a_lost_member_is_not_asked_after_another_took_its_rank() -> None:
 
 
 @pytest.mark.parametrize("fate", ["leaves", "is lost by others"])
-def test_a_silent_member_is_waited_for_while_others_have_it(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_waits_for_a_silent_member_others_have(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_group, "_DOUBTED_S", 0.001)
     store = HashStore()
     others = MemberList(store, silent := record(1, 0, boot_id="another machine"), None)

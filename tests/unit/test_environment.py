@@ -164,7 +164,7 @@ def test_first_host_of_a_compressed_list(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
 
 
-def test_ports_are_the_same_for_a_job_and_others_for_others() -> None:
+def test_a_job_has_fixed_ports_and_other_jobs_have_others() -> None:
     numbers = itertools.product("12", "01")
     steps = [find_launch({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job, step in numbers]
     ports = [ports_of(launch.job) for launch in steps]

@@ -18,7 +18,7 @@ SCHEDULES = 100_000 * FACTOR
 LIMIT = 1.0
 
 
-# The schedules ask millions of times.
+# The schedules call this millions of times.
 @functools.cache
 def at_first(member: Member) -> Member:
     """Return the key of a worker: its member before it joined."""
@@ -26,7 +26,7 @@ def at_first(member: Member) -> Member:
 
 
 class World:
-    """A group of workers with clocks of their own, and the network between them.
+    """A group of workers, each with its own clock, and the network between them.
 
     A member makes progress while it is current. The world checks two rules:
 
@@ -47,7 +47,7 @@ class World:
         self.cuts: set[tuple[Member, Member]] = set()
         self.mail: list[tuple[Member, Member, object]] = []
         self.epochs: dict[int, Epoch] = {}
-        # The first epoch has one number in a job that others can join, and another one in a fixed group.
+        # The first epoch is 2 in a group that workers can join, and 1 in a fixed group.
         self.is_static = self.random.random() < 0.3
         first = 1 if self.is_static else 2
         # The newest epoch in which each living worker has been current.
@@ -78,7 +78,7 @@ class World:
             return
         newest = max(self.newest.values(), default=0)
         if not newest:
-            # All workers that knew a number have ended.
+            # All workers that have been current have ended, so numbers may repeat.
             self.epochs.clear()
         assert self.epochs.setdefault(epoch.number, epoch) == epoch, "a number stands for two epochs"
         assert epoch.number >= newest, f"{one} is current in {epoch.number}, and {newest} was in force"
@@ -158,7 +158,7 @@ class World:
             self.machines[one].leave(self.clock(one))
 
     def run(self, rounds: int) -> None:
-        """Let time pass, with few or many faults. Messages of a round arrive in any order, or later."""
+        """Let time pass, with few or many faults. Messages of a round arrive in any order, or in a later round."""
         dice = self.random.random
         misfortunes, delay, loss = 0.05 + 0.4 * dice(), 0.6 * dice() ** 2, 0.1 * dice()
         for _ in range(rounds):
@@ -300,7 +300,7 @@ def test_a_sole_survivor_goes_on() -> None:
 )
 def test_a_majority_or_the_decider_goes_on(size: int, away: set[int], goes_on: set[int]) -> None:
     line = Line(size)
-    # Members that are away do not hear each other either: one side of a cut is enough.
+    # The members that are away do not hear each other either. So only one side of the cut can go on.
     line.away = {one for one in line.members if one.rank in away}
     line.wait(3 * LIMIT)
     for rank in range(size):
@@ -337,13 +337,13 @@ def test_a_survivor_that_hung_before_founds_or_joins(has_newcomer: bool) -> None
     line.wait(2 * LIMIT)
     newcomer = Member(3, "w3", 103)
     if has_newcomer:
-        # The survivor does not know of it.
+        # The survivor does not know the newcomer.
         line.machines[newcomer] = Epochs(newcomer, LIMIT, line.now)
         line.wait(0.5)
         assert line.ranks(3) == [0, 1, 3]
     line.kill(0, 1)
     line.wait(0.1)
-    # A worker that does not answer may be a member.
+    # The newcomer does not answer, but may be a member.
     assert line.ranks(2) == ([] if has_newcomer else [2])
     line.away = set()
     line.wait(LIMIT)

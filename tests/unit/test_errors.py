@@ -1,4 +1,4 @@
-"""The exceptions of failed calls: their types, attributes, pickling, and their making from C++ errors."""
+"""The exceptions of failed calls: their types, attributes and pickling, and how C++ errors become exceptions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_error_is_a_runtime_error_with_its_sentence(type_: type[errors.RpcE
 def test_a_timeout_is_a_timeout_error_too() -> None:
     error = errors.CallTimedOut(TIMED_OUT, timeout=0.25)
     assert isinstance(error, TimeoutError)
-    # An OSError has these attributes; they must not get into the text.
+    # An OSError has these attributes, but the text must not contain them.
     assert (error.errno, error.strerror, error.filename) == (None, None, None)
     assert str(error) == TIMED_OUT
     assert [type_ for type_ in TYPES if issubclass(type_, OSError)] == [errors.CallTimedOut, errors.JoinTimedOut]
@@ -97,12 +97,12 @@ def test_a_native_error_becomes_the_exception_of_its_kind(
 
 
 def test_every_exception_of_an_agent_has_one_kind() -> None:
-    # The package's Python code raises the others.
+    # Python code of the package raises the other exceptions.
     others = (errors.RpcError, errors.NotRunning, errors.JoinFailed, errors.JoinTimedOut)
     assert sorted(map(id, errors.KINDS.values())) == sorted(id(type_) for type_ in TYPES if type_ not in others)
 
 
-def test_a_kind_that_is_not_known_stays_torchs_runtime_error() -> None:
+def test_an_unknown_kind_stays_torchs_runtime_error() -> None:
     assert errors.from_native("something_new", "what", {"name": "ps"}) is None
 
 

@@ -10,7 +10,7 @@ import types
 import torch_ucx_rpc
 from torch_ucx_rpc import _build_info
 
-# Users import all but the first by name.
+# The package imports errors itself. Users import the other modules by name.
 PUBLIC_MODULES = ("channel", "checkpoint", "errors", "pipeline", "reduction", "services", "testing")
 
 
@@ -25,7 +25,7 @@ def test_the_exported_names_are_the_public_names() -> None:
 
 
 def test_other_modules_are_private_and_mapped_by_the_docstring() -> None:
-    # The build writes one of them, for `_native` only.
+    # The build writes the module _build_info, for `_native` only.
     modules = {module.name for module in pkgutil.iter_modules(torch_ucx_rpc.__path__)} - {"_build_info"}
     assert {name for name in modules if not name.startswith("_")} == set(PUBLIC_MODULES)
     mapped = set(re.findall(r"^\* `+(\w+)`+", torch_ucx_rpc.__doc__, re.MULTILINE))

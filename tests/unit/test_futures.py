@@ -15,11 +15,11 @@ from torch_ucx_rpc.errors import WorkerLost
 
 
 class Memory:
-    """The values of a frame that an exception passes."""
+    """Stands for the values of a frame that an exception passes through."""
 
 
 def raises_midway(future: Future[Any], memory: Memory) -> None:
-    """As the libraries do: this frame, and the one inside, know the future."""
+    """Raise like the libraries: the frames of both functions refer to the future."""
 
     def look_up() -> None:
         assert future is not None

@@ -1,4 +1,4 @@
-"""init_rpc() without arguments: its sources, in order; real launchers are in ``launchers/``."""
+"""The sources of init_rpc() without arguments, in order. Tests with real launchers are in ``launchers/``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """The names, ranks and sizes of the agents that init_rpc would start."""
+    """Record the names, ranks and sizes of the agents that init_rpc would start."""
     calls: list[tuple] = []
     monkeypatch.setattr(init._start, "init_rpc", lambda *arguments, open_store: calls.append(arguments[:3]))
     return calls
@@ -88,7 +88,7 @@ def test_an_address_without_a_port_has_that_of_the_job(monkeypatch: pytest.Monke
     assert open_store(launch).port in init.ports_of("Slurm a 1")
 
 
-def test_a_group_without_a_size_meets_there_too() -> None:
+def test_a_group_without_a_size_meets_at_the_jobs_ports() -> None:
     launch = Launch("Slurm", 0, 2, "worker0", hosts=("127.0.0.1",), job="Slurm a 3")
     assert init._open_store(launch, "env://", 0, None, 5).port in init.ports_of("Slurm a 3")
 
@@ -130,7 +130,7 @@ def ports() -> Iterator[tuple[int, int]]:
 
 
 def meet(address: JobAddress) -> tuple[TCPStore, TCPStore]:
-    """The Stores of rank 0 and of a rank that has begun to look for it before."""
+    """Return the Stores of rank 0 and of rank 1, which begins to look for rank 0 first."""
     found: list[TCPStore] = []
     looking = threading.Thread(target=lambda: found.append(open_job_store(address, 1, 2, 20)))
     looking.start()
@@ -150,7 +150,7 @@ def test_the_workers_meet_at_the_first_free_port(monkeypatch: pytest.MonkeyPatch
 
 
 def test_two_jobs_with_the_same_ports_do_not_meet(ports: tuple[int, int]) -> None:
-    # Multi-tenant Stores of one process, as the others of this test are, would share a port.
+    # This Store is not multi-tenant: multi-tenant Stores of one process share a port.
     other = TCPStore("127.0.0.1", ports[0], is_master=True, wait_for_workers=False, multi_tenant=False)
     other.set("torch_ucx_rpc/job", "another")
     served, found = meet(JobAddress("job", ("127.0.0.1",), ports))
@@ -172,7 +172,7 @@ def test_error_names_the_answer_of_rank_0s_ports(ports: tuple[int, int]) -> None
         open_job_store(JobAddress("job", ("127.0.0.1",), ports), 1, 2, 0.2)
 
 
-def test_all_ports_taken_is_said(ports: tuple[int, int]) -> None:
+def test_the_error_says_that_all_ports_are_taken(ports: tuple[int, int]) -> None:
     with socket.create_server(("", 0)) as other:
         taken = other.getsockname()[1]
         with pytest.raises(JoinFailed, match=rf"the ports {taken} are all in use .* set MASTER_PORT"):

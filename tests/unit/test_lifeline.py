@@ -1,4 +1,4 @@
-"""The port by which workers on other hosts see that a process has ended."""
+"""Through this port workers on other hosts see that a process has ended."""
 
 from __future__ import annotations
 

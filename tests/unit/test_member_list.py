@@ -1,4 +1,4 @@
-"""The list of a group that workers join and leave: it stays short, and dead workers are awaited once."""
+"""The list of a group that workers join and leave stays short. A dead worker is awaited only once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def raw(store: Store) -> PrefixStore:
 
 
 def join(store: Store, rank: int, secret: Secret | None = None) -> tuple[MemberList, str, list[int]]:
-    """The list as a new worker sees it, its place, and the ranks of earlier workers."""
+    """Add a worker; return its list, its place, and the ranks of the earlier workers that it sees."""
     own = MemberList(store, record(rank, 0), secret)
     place = own.add()
     return own, place, [earlier.rank for earlier in own.earlier().values()]
@@ -43,7 +43,7 @@ def join(store: Store, rank: int, secret: Secret | None = None) -> tuple[MemberL
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of places that each reading of the list asked for."""
+    """Record how many places each reading of the list asks for."""
     sizes: list[int] = []
     read_records = member_list.read_records
 
@@ -68,7 +68,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
         if before:
             before[0].strike(before[1])
         before = own, place
-    # Three places: of a worker that stays, of a worker that has left since, and of the last worker.
+    # Three places: rank 0, the worker that has just left, and the last worker.
     assert max(reads) <= 3
 
 
@@ -95,7 +95,7 @@ def test_place_of_a_worker_that_died_early_is_awaited_once(store: Store, monkeyp
     begin = time.monotonic()
     assert join(store, 2)[2] == [0]
     assert time.monotonic() - begin >= 0.5
-    # This holds for both kinds of the first worker's entry.
+    # With and without a compaction, nobody waits for that place again.
     raw(store).set("compacted", "")
     monkeypatch.setattr(member_list, "_WRITING_S", 600.0)
     assert join(store, 3)[2] == [0, 2]
@@ -106,7 +106,7 @@ def test_a_worker_that_was_slow_to_fill_its_place_takes_another(monkeypatch: pyt
     before, store = HashStore(), HashStore()
     raw(before).add("arrivals", 1)
     join(before, 1)
-    # Another worker waits for the entry when it is written.
+    # Give up the place of this worker before the worker writes its entry.
     raw(store).set("member/0", raw(before).get("member/0"))
     assert join(store, 0)[1:] == ("member/1", [])
 

@@ -1,4 +1,4 @@
-"""Workers find each other in a Store, or all learn the reason."""
+"""Workers find each other in a Store, or all learn why not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_ucx_rpc._bootstrap.record import Record, process_facts
 
 @pytest.fixture
 def no_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for workers that are only texts in the Store: they read no farewell."""
+    """Do not wait for workers that are only entries in the Store: they read no farewell."""
     monkeypatch.setattr(members, "_FAREWELL_S", 0.01)
 
 
@@ -49,7 +49,7 @@ def record(rank: int, world_size: int, **changed: Any) -> Record:
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The error that the call raises, or "ok"."""
+    """Return the text of the error that the call raises, or "ok"."""
     try:
         call(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
@@ -150,7 +150,7 @@ def test_a_record_survives_the_way_through_json() -> None:
 
 
 @pytest.mark.parametrize("field", Record._fields)
-def test_a_record_without_a_field_is_none(field: str) -> None:
+def test_a_record_without_a_field_is_refused(field: str) -> None:
     values = record(0, 1).to_values()
     del values[field]
     with pytest.raises(ValueError, match="not the record of a worker"):
@@ -168,7 +168,7 @@ def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(("size", "longest"), [(2, 0.01), (24, 0.024), (64, 0.064), (5000, 1.0)])
 def test_pauses_between_questions_stay_short(monkeypatch: pytest.MonkeyPatch, size: int, longest: float) -> None:
-    # All workers together ask about 1,000 times a second. This is the longest delay in noticing the last worker.
+    # All workers together ask about 1,000 times a second. A worker notices the last one after this pause at the latest.
     pauses: list[float] = []
     monkeypatch.setattr(members.time, "sleep", pauses.append)
     for _ in itertools.islice(members.ask_again(size, Deadline(60)), 20):

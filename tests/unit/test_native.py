@@ -47,7 +47,7 @@ def test_other_libraries_are_not_libucp(other: str) -> None:
     assert _native.path_in_maps(MAPS.format(libucp=other)) is None
 
 
-def test_this_ucx_is_new_enough_and_where_it_says() -> None:
+def test_this_ucx_is_new_enough_and_at_its_reported_path() -> None:
     ucx = _native.loaded_ucx()
     assert ucx is not None
     _native.check_ucx_version(ucx, BUILT_FOR_UCX, was_there_before=False)
@@ -75,7 +75,7 @@ def test_an_unknown_choice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("version", [(1, 22, 0), (1, 22, 3), (1, 23, 0), (2, 0, 0)])
-def test_a_newer_ucx_than_at_the_build_is_taken(version: tuple[int, int, int]) -> None:
+def test_a_newer_ucx_than_at_the_build_is_accepted(version: tuple[int, int, int]) -> None:
     _native.check_ucx_version(_native.Ucx(version), "1.22", was_there_before=True)
 
 
@@ -189,13 +189,12 @@ def test_this_builds_listing_agrees_with_torchs_headers() -> None:
     listing = PACKAGE / "_torch_headers.txt"
     names = {line.split("  ")[1] for line in listing.read_text(encoding="utf-8").splitlines()}
     assert {RPC_AGENT, "c10/core/Device.h", "c10/core/TensorImpl.h", "ATen/core/ivalue.h"} <= names
-    # This file differs in each release, so no other release would fit.
+    # This file differs in each release. With it in the list no other release would be accepted.
     assert "torch/headeronly/version.h" not in names
     assert _native.changed_headers(listing, Path(torch.__file__).parent / "include") == []
 
 
-# The spec of a package that is not installed.
-def test_libucx_with_its_loader_elsewhere_is_asked_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_libucx_without_a_loader_module_loads_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded = []
     libucx = ModuleType("libucx")
     libucx.__spec__ = ModuleSpec("libucx", None, origin=str(tmp_path / "__init__.py"))
@@ -221,7 +220,7 @@ def test_without_any_ucx_the_error_names_the_package(monkeypatch: pytest.MonkeyP
 
 
 def tasks(folder: Path, *syscalls: str) -> Path:
-    """A folder as /proc/self/task, with this thread in a read, and others."""
+    """Make a folder like /proc/self/task, with this thread in a read, and other threads in these system calls."""
     for number, syscall in enumerate(["0 0x3 0x7ffc 0x7f16", *syscalls]):
         task = folder / str(threading.get_native_id() + number)
         task.mkdir()
@@ -237,12 +236,12 @@ def inside(name: str) -> str:
 
 @pytest.fixture
 def one_python_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides other threads of the test runner's process."""
+    """Hide the other threads of the test runner's process."""
     monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): None})
 
 
 @pytest.mark.usefixtures("one_python_thread")
-def test_ucx_need_not_wait_where_all_others_sleep_elsewhere(tmp_path: Path) -> None:
+def test_ucx_need_not_wait_if_other_threads_sleep_elsewhere(tmp_path: Path) -> None:
     assert _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", "232 0x4 0x7f11 0x7f17"))
 
 

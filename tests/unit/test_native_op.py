@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.native_op`: operators that numba compiles, here and on other workers."""
+"""`torch_ucx_rpc.native_op`: operators that numba compiles, on this worker and on others."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_computes_on_tensor_memory_of_every_numba_dtype(dtype: torch.dtype) -> N
         assert torch.equal(outer(target[0], source[1]), torch.arange(4, 8).to(dtype).expand(4, 4))
 
 
-def test_strides_are_the_tensors() -> None:
+def test_strides_of_the_tensors_are_respected() -> None:
     target, source = torch.zeros(6, 8), torch.arange(12.0).reshape(3, 4)
     accumulate(target[::2, 1::2], source)
     assert torch.equal(target[::2, 1::2], source)
@@ -104,7 +104,7 @@ def test_strides_are_the_tensors() -> None:
     accumulate(torch.tensor(2.0), torch.tensor(3.0))
 
 
-def test_scalars_have_defaults_and_the_written_one_returns() -> None:
+def test_scalars_have_defaults_and_the_written_tensor_returns() -> None:
     tensor = torch.ones(4, 2)
     assert scale_(tensor, 3) is tensor
     assert scale_(tensor, factor=2.0, from_row=2, negate=True) is tensor

@@ -1,4 +1,4 @@
-"""The interface that UCX gets."""
+"""The network interface that UCX is told to use."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_infiniband_is_never_excluded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert network.default_devices(store, str(tmp_path / "libucp.so.0")) == "eth7,lo,ib0,mlx5_0:1,mlx5_1:2"
 
 
-def test_the_loopback_interface_leads_to_this_host() -> None:
+def test_this_host_is_reached_by_the_loopback_interface() -> None:
     assert network.interface_to("127.0.0.1") == network.interface_to("localhost") == "lo"
     assert network.interface_to("127.1.2.3") == "lo"
     assert network.address_towards("127.0.0.1") == "127.0.0.1"

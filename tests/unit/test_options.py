@@ -148,7 +148,7 @@ def test_unknown_name_is_refused_with_the_nearest_and_all() -> None:
     assert all(name in message for name in CHANGED)
 
 
-def test_an_unknown_name_that_is_near_to_none_is_refused() -> None:
+def test_an_unknown_name_unlike_all_others_is_refused() -> None:
     with pytest.raises(TypeError, match=r"'_transports'.*device_maps, "):
         UcxRpcBackendOptions(_transports=["shm"])
 

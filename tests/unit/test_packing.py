@@ -1,4 +1,4 @@
-"""Records of any contents survive packing, and take few bytes."""
+"""Records with any contents survive packing, and take few bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda:1")
 
 
 def records_of_a_job(workers: int) -> list[Record]:
-    """Return records as of workers on several hosts, whose addresses share most bytes by host."""
+    """Return records like those of workers on several hosts. Addresses on one host share most bytes."""
     numbers = random.Random(1)
     kind = numbers.randbytes(280)
     return [
@@ -25,7 +25,7 @@ def records_of_a_job(workers: int) -> list[Record]:
             rank,
             workers,
             session=numbers.getrandbits(64),
-            # UCX repeats the address of a queue for each way that leads there.
+            # UCX repeats a queue's address for each path to the queue.
             address=kind[:100] + (queue := numbers.randbytes(22)) + kind[100:] + queue[:12],
             pid=4000 + rank // 8 * 3,
             process_start_time=1_000_000 + rank // 8,
@@ -56,7 +56,7 @@ def test_names_by_rank_and_others_survive() -> None:
 
 
 def test_a_record_of_a_large_job_takes_few_bytes() -> None:
-    # 30 of them are random: the session, and the bytes in which addresses differ.
+    # 30 bytes are random: the session, and the bytes in which addresses differ.
     assert len(pack(records_of_a_job(512))) < 40 * 512
 
 

@@ -1,4 +1,4 @@
-"""The port where a worker answers Prometheus, and its errors. ``e2e/test_statistics`` tests the answers."""
+"""The port on which a worker answers Prometheus, and its errors. ``e2e/test_statistics`` tests the answers."""
 
 from __future__ import annotations
 

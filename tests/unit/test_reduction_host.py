@@ -1,4 +1,4 @@
-"""A host that takes over parameters which another one has saved."""
+"""A host takes over parameters that another host has saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
 
     update()
     host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None}))
-    # A trainer asks while host1 is away, so this host reads the checkpoint. Then host1 comes back, and goes on.
+    # While host1 is away, a trainer asks this host, which reads the checkpoint. Then host1 returns and continues.
     assert host.fill(KEY, 1, spec, [torch.zeros(2)]).restored_from
     update()
     early = host.parameters(KEY, 1, spec, 2)
@@ -46,7 +46,7 @@ def test_requests_for_parameters_that_are_lost_fail() -> None:
     opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
     host._prepare(opening, 1)
     early = host.parameters(KEY, 1, spec, 9)
-    # Other hosts have gone on without this one, and none has saved.
+    # Other hosts have continued without this one, and none has saved.
     with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):
         host._prepare(opening._replace(generation=99, step=9, committed=88), 1)
     with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):

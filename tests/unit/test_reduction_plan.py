@@ -34,7 +34,7 @@ def test_no_host_has_more_than_its_share_of_a_large_bucket() -> None:
 
 
 def test_a_large_bucket_makes_up_for_a_small_one() -> None:
-    # DistributedDataParallel's first bucket has 1 MiB.
+    # The first bucket of DistributedDataParallel has 1 MiB.
     buckets = [(MIB // 4, 4), (9 * MIB // 4, 4)]
     first, second = plan(buckets, 4)
     loads = [0] * 4

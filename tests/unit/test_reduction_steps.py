@@ -1,4 +1,4 @@
-"""Steps of a model over a simulated network: deaths, takeovers, late trainers, leaves, messages that come late."""
+"""Steps of a model over a simulated network: deaths, takeovers, late trainers, leaves, late messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC = Spec("server", ("host",), 1, None, None, 100)
 
 
 class Trainer:
-    """A trainer, whose copy of the model is its beginning and the sums that it has applied."""
+    """A trainer. Its copy of the model is its initial state and the sums that it has applied."""
 
     def __init__(self, name: str, quorum: int | None, expected: int) -> None:
         self.name = name
@@ -57,10 +57,10 @@ class Trainer:
 
 
 class World:
-    """Trainers, one of which decides, and a host that sums. Messages arrive in any order, or after an epoch.
+    """Trainers, a decider among them, and a host that sums. Messages arrive in any order, or after their epoch.
 
-    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. All that are in
-    one step of an opening have done so too.
+    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. The same holds
+    for all trainers in one step of an opening.
     """
 
     def __init__(self, seed: int) -> None:
@@ -72,7 +72,7 @@ class World:
         self.epoch = 0
         self.ledger: Ledger | None = None
         self.reports: dict[str, Report] = {}
-        # Messages: receiver, epoch, and an opening, or a report for the decider.
+        # Each message has a receiver, an epoch, and an opening or a report for the decider.
         self.mail: list[tuple[str, int, Opening | Report]] = []
         self.puts: dict[tuple[int, int], dict[str, object]] = {}
         self.next_gradient = 0
@@ -94,7 +94,7 @@ class World:
         self.ledger = None
 
     def enter(self, one: Trainer) -> None:
-        """Let the trainer hear of the epoch, and report. When all have, the decider begins."""
+        """Tell the trainer the epoch; it reports. When all have reported, the decider begins."""
         one.epoch = self.epoch
         self.reports[one.name] = one.report()
         if self.reports.keys() < self.trainers.keys():
@@ -118,7 +118,7 @@ class World:
     # -- a trainer
 
     def go_on(self, one: Trainer) -> None:
-        """The unprompted action of a trainer."""
+        """Let a trainer act without a message."""
         at, opening = one.standing, one.opening
         if one.has_left or opening is None or opening.epoch != one.epoch:
             return
@@ -228,7 +228,7 @@ class World:
         self.check()
 
     def settle(self) -> None:
-        """Without further faults, all that have not left do steps."""
+        """Without further faults, all trainers that have not left do steps."""
         before = {one.name: one.standing.step for one in self.living()}
         for _ in range(20_000):
             self.step(0.0)
@@ -264,7 +264,7 @@ def test_the_first_step_waits_for_a_silent_trainer(expected: int | tuple[str, ..
 
 
 def test_training_goes_on_from_the_latest_state_left() -> None:
-    # The trainers with step 9 have died. t1 fell behind before it had their state.
+    # The trainers in step 9 have died. t1 was behind, and had not got their state.
     reports = {"t0": Report(1), "t1": Report(1, former=(5, 77), is_late=True), "t2": Report(1, former=(4, 66))}
     ranks = {name: int(name[1:]) for name in reports}
     ledger = Ledger("model", 3, ranks, SPEC, ("host",), reports["t0"], left=set())
@@ -275,7 +275,7 @@ def test_training_goes_on_from_the_latest_state_left() -> None:
 
 
 def test_gradients_of_the_committed_step_make_no_quorum() -> None:
-    # In the former epoch, t0 has all means of step 4, which the decider has closed, and t1 has applied it.
+    # In the former epoch the decider closed step 4. t0 has all its means, and t1 has applied it.
     reports = {
         "t0": Report(1, step=4, committed=66, prepared=77, is_ready=True, quorum=1),
         "t1": Report(1, step=5, committed=77, quorum=1),
@@ -305,7 +305,7 @@ def test_a_refusal_counts_for_one_push() -> None:
     standing.begin(0, 7)
     refused = Opening("m", 8, 0, 7, ("t0", "t1"), ("t0", "t1"), ("t0",), ("host",), SPEC, ("t1", "its shape differs"))
     assert standing.judge(refused, "t1") is Next.REFUSED
-    # The trainer gives this push up, and pushes again before the decider's next opening has come.
+    # The trainer gives up this push, and pushes again before the decider's next opening arrives.
     standing.void = refused.generation
     assert standing.judge(refused, "t1") is Next.WAIT
     assert standing.judge(refused._replace(generation=9, refusal=None), "t1") is Next.PUT

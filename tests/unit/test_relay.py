@@ -1,4 +1,4 @@
-"""Workers of a large group take the records from one another, and from the Store if anything goes wrong."""
+"""Workers of a large group take the records from each other, and from the Store if anything goes wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKED = bytes(range(256)) * 4096
 def small_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 1 to 3 are below rank 0, ranks 4 to 6 below 1, and so on."""
     monkeypatch.setattr(relay, "FAN_OUT", 3)
-    # On a busy host no worker loses patience.
+    # No worker gives up early on a busy host.
     monkeypatch.setattr(relay, "_PATIENCE_S", 60)
 
 
@@ -47,7 +47,7 @@ def no_thread_is_left(small_trees: None) -> Iterator[None]:
 
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The threads' names, which are ranks, that read the records from the Store."""
+    """Record the names of the threads that read the records from the Store. The names are ranks."""
     found: list[int] = []
     read_parts = members._read_parts
 
@@ -60,7 +60,7 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gather(store: Store, secret: Secret | None = None) -> list[list[Record]]:
-    """Return the workers' findings, each from a thread with its rank as name."""
+    """Return what each worker finds. Each runs in a thread named by its rank."""
 
     def meet(rank: int) -> list[Record]:
         threading.current_thread().name = str(rank)
@@ -197,7 +197,7 @@ def test_a_worker_that_gives_up_ends_its_relay() -> None:
 
 @pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address of this host that is not loopback's."""
+    """An address of this host other than the loopback address."""
     if (address := network.address_towards(network.ELSEWHERE)) is None:
         pytest.skip("this host has no network")
     monkeypatch.setattr(relay, "meeting_address", lambda _store: address)
@@ -233,7 +233,7 @@ def test_a_relay_that_ends_keeps_no_worker_waiting() -> None:
         assert taken.result(30) == b""
 
 
-def test_no_more_is_taken_than_the_verdict_says() -> None:
+def test_no_more_bytes_are_read_than_the_verdict_says() -> None:
     own = Relay(HashStore(), 1)
     own.serve(PACKED)
     assert take(own.places, 10) == PACKED[:10]

@@ -1,4 +1,4 @@
-"""The Store opens at rank 0 at once; without a Store, the error names its place."""
+"""Rank 0 opens the Store at once. Without a Store, the error names its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 @pytest.fixture(autouse=True)
 def no_store_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop the Store of another test, which would still hold a port."""
+    """Drop the Store of an earlier test, which would still hold a port."""
     monkeypatch.setattr(rendezvous, "_kept", None)
 
 
@@ -109,7 +109,7 @@ def test_under_torchrun_rank_0_uses_torchruns_store(master: int, monkeypatch: py
 
 
 def test_a_store_of_torchs_own_at_the_same_port_is_shared(master: int) -> None:
-    # The program may have called init_process_group before.
+    # The program may have called init_process_group before RPC.
     torchs, _, _ = next(torchs_rendezvous(f"tcp://127.0.0.1:{master}", rank=0, world_size=1))
     torchs.set("key", "value")
     assert create_store("env://", 0, 1, 10).get("key") == b"value"
@@ -215,7 +215,7 @@ def test_own_names_and_addresses_are_of_this_host(host: str) -> None:
     assert is_this_host(host)
 
 
-# The addresses are set aside for documentation.
+# These addresses are reserved for documentation.
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
 def test_names_of_other_hosts_are_not_of_this_host(host: str) -> None:
     assert not is_this_host(host)
@@ -241,7 +241,7 @@ def test_a_server_is_awaited(bound_to: str) -> None:
 
 
 class Slow:
-    """Pass connections on to a Store, the first one late."""
+    """Passes connections on to a Store, the first one late."""
 
     def __init__(self, port: int, after: float) -> None:
         self._port, self._after = port, after
@@ -281,7 +281,7 @@ def test_a_slow_store_is_awaited(port: int, monkeypatch: pytest.MonkeyPatch) -> 
         store = create_store(f"tcp://127.0.0.1:{slow.port}", 1, 2, 10)
         served.set("key", "value")
         assert store.get("key") == b"value"
-        # `await_listener`, and the one client.
+        # One connection is of `await_listener`, the other of the client.
         assert slow.accepted == 2
 
 

@@ -16,7 +16,7 @@ from torch_ucx_rpc._cli._output import WorkerOutput
 
 
 class SlowTarget(io.BytesIO):
-    """A reader of the launcher's output that waits for `goes_on`."""
+    """A reader of the launcher's output. It waits for the event `goes_on`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_written_output_is_known_after_catching_up(monkeypatch: pytest.MonkeyPat
 def test_silent_workers_delay_no_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "_CATCHING_UP_S", 3600)
     output = WorkerOutput(None)
-    # The pipe is the same after a restart.
+    # A restarted worker has the same pipe.
     for _ in range(2):
         output.path("worker0", "stderr")
         output.start()

@@ -1,4 +1,4 @@
-"""``init_rpc`` names unsuitable settings and limits of the site, and the cure."""
+"""``init_rpc`` names unsuitable settings and limits of the machine, and the cure."""
 
 from __future__ import annotations
 

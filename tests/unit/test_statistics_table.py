@@ -1,4 +1,4 @@
-"""The fields of ``Statistics`` are the one table of all counters: docstrings, metrics and docs agree with it."""
+"""The fields of ``Statistics`` are the only table of all counters. Docstrings, metrics and docs agree with it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_prometheus_has_a_metric_for_each_field_that_has_a_kind() -> None:
             elif kind:
                 expected[metric_name(field), part] = len(value) if isinstance(value, tuple) else value
     assert samples == expected
-    # Names that dashboards have: they are part of the public API.
+    # Dashboards use these names, so they are part of the public API.
     assert {
         "torch_ucx_rpc_calls_timed_out_total",
         "torch_ucx_rpc_calls_open",
@@ -82,7 +82,7 @@ def test_prometheus_has_a_metric_for_each_field_that_has_a_kind() -> None:
     } <= {name for name, _ in samples}
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+def test_the_dashboard_asks_for_existing_metrics() -> None:
     dashboard = json.loads((PAGE.parent / "assets" / "grafana_dashboard.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [variable.get("definition", "") for variable in dashboard["templating"]["list"]]

@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.testing`: its options choose the agent. PyTorch's suites test the faults themselves."""
+"""The options in `torch_ucx_rpc.testing` choose the agent. PyTorch's suites test the faults themselves."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_80_columns_cut_no_figure_and_name_the_omissions(options: dict[str, bool
     whole = {word for line in picture(300, **options) for word in line.split()}
     assert len(rows) == (6 if options else 2)
     for row in rows:
-        # Names of hosts and lanes may be cut; figures are whole.
+        # Names of hosts and lanes may be cut, but no figure.
         assert {word for word in row if "…" not in word} <= whole
         assert "…" not in "".join(row[-2:])
 

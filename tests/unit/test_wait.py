@@ -18,7 +18,7 @@ def done(value: Any) -> torch.futures.Future[Any]:
 
 
 class Streams:
-    """Replaces torch.cuda's, and lists the devices whose current stream was synchronized."""
+    """Replaces torch.cuda's streams, and lists the devices whose current stream was synchronized."""
 
     def __init__(self) -> None:
         self.synchronized: list[torch.device] = []
@@ -80,7 +80,7 @@ def test_without_blocking_no_stream_is_waited_for(streams: Streams, monkeypatch:
 
 
 def test_the_result_has_the_devices_of_the_future(streams: Streams) -> None:
-    # Not completed: torch cannot record events on this kind of device.
+    # The future is not completed: torch cannot record events on this kind of device.
     devices = [torch.device("meta", 0), torch.device("meta", 1)]
     assert _C.devices_of(torch.futures.Future(devices=devices)) == devices
     assert _C.devices_of(done(7)) == []
