@@ -269,6 +269,6 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "docs/development/failure_model.md": {
         "An unmarked slot may also belong to a slow sender": ("QueueRepairTest",),
-        "a connection over a network is closed only when": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
+        "closes a connection over a network only when": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
     },
 }
