@@ -81,7 +81,7 @@ def translate_runtime_errors(
     failure: Callable[[str, str, dict[str, object]], BaseException | None],
 ) -> None: ...
 
-class Member:  # to be written only: the last four are bytes, which reading takes for text
+class Member:  # write only: a read would decode the last four, which are bytes, as text
     rank: int
     name: str
     host: str

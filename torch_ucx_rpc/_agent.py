@@ -140,7 +140,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 
 
 def destroy_rref_context(ignores_leaks: bool) -> None:
-    """torch's function of this name, after the agent has shut down.
+    """Shut the agent down, then call torch's function of this name.
 
     torch takes its RRefs apart without a lock, and running requests and lost workers use RRefs.
     """

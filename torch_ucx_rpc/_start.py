@@ -145,7 +145,8 @@ def _init_timeout(options: UcxRpcBackendOptions) -> float:
         return options.init_timeout
     if options.rpc_timeout == 0:
         return 0
-    # Calls can be short where starts are not: processes start seconds apart, and TensorPipe's meeting has its own time.
+    # A short rpc_timeout says nothing about the start: processes start seconds apart. TensorPipe's rendezvous ignores
+    # it too.
     return max(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of calls that fail for another reason than what their function raises.
+"""The exceptions of calls that fail, apart from exceptions that the called function raises.
 
 All are `RpcError`, and so RuntimeError: code that was written for torch's own agent catches them as before. The text of
 an exception is one sentence, or a few, for a person; its attributes are for programs. An attribute is None where this
@@ -181,7 +181,7 @@ KINDS: dict[str, type[RpcError]] = {
     # ErrorCode::kProtocol: "the answer of worker ... is unreadable: <cause>", "malformed message: ...", "a message of
     # worker ... has arrived with another content than it was sealed with"; cause
     "message_refused": MessageRefused,
-    # "could not send to worker ...: <cause>", with any code but those of the next line; cause
+    # "could not send to worker ...: <cause>", with any code but those of the next entry; cause
     "not_sent": MessageNotSent,
     # ErrorCode::kOutOfMemory and kOutOfFiles, "the system has no thread left for RPC": "could not send to ...", "could
     # not receive the answer of ...: <cause>"; cause, and resource: "memory", "files", "threads"

@@ -5,8 +5,8 @@ ones. It asks each of those workers, over UCX, to admit it. Later workers will a
 join at the same time the later one asks the earlier one. The Store is needed for joining only: its host may leave the
 group, and even end, without harm to members. In a job with a secret announcements are authenticated, as the list is.
 
-A worker asks each member until that answers, or is lost as it would be to a call. A cut makes a join take time, and
-both know each other in the end.
+A worker asks each member until the member answers or is lost. A cut delays a join, but both workers know each other in
+the end.
 
 After a cut of more than ``reconnect_limit`` the workers on either side lose the others, and each of them may write that
 into the list. So a worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or
@@ -170,7 +170,8 @@ class DynamicGroup:
         """Take in a worker that joins; ``text`` is the announcement of its `meet`."""
         values = json.loads(text)
         place, record = str(values["place"]), Record.from_values(values["record"])
-        # It found its rank and its name free in the list: the worker that had them is gone, even if unnoticed here.
+        # The joining worker found its rank and name free in the list. So the worker that had them is gone, even if this
+        # one has not noticed.
         rivals = {
             earlier: member
             for earlier, member in list(self._members.items())

@@ -1,8 +1,9 @@
 """The lifeline: a TCP port by which workers on other hosts see at once that this process has ended.
 
 A failed UCX connection does not say whether the process at its other end has died, or only the connection. Over
-InfiniBand and RoCE a connection to a dead process fails only after some ten seconds. The lifeline does
-(``csrc/peers/lifelines``): workers that use such a card connect to it at once, and others after a failed connection.
+InfiniBand and RoCE a connection to a dead process fails only after some ten seconds. The lifeline shows at once that
+the process has ended (``csrc/peers/lifelines``). Workers that use such a card connect to it at once, and others after a
+failed connection.
 
 No thread accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
 byte of a stranger is read, and no connection takes a file of this process. Connections beyond the backlog may be

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# getaddrinfo imports this codec. Forked workers share it if it is there before they are forked.
+# getaddrinfo imports this codec. Forked workers share it if it is imported before the fork.
 import encodings.idna  # noqa: F401
 import errno
 import os

@@ -5,13 +5,14 @@
     arrivals    how many places have ever been taken
     member/0    record of the first worker; empty when it has left, or when another member has noticed that it died
     member/1    record of the second ...
-    compacted   the places that still had a record when a worker read all those before some place
+    compacted   the places that still had a record when a worker last read the whole list, up to some place
 
 The records are JSON. In a job with a secret they are authenticated, and so is ``compacted``.
 
 A worker takes a place and then fills it. If it dies in between, the next worker that joins closes the place, so that no
 worker waits for it again; a worker that was only slow finds its place closed and takes another. A place that is empty
-or closed stays so. Hence an old version of ``compacted`` is still right: it only names places that need not be read.
+or closed stays so. Hence an old version of ``compacted`` is still right: it only leaves out places that need not be
+read.
 """
 
 # mypy: allow-untyped-calls
@@ -38,7 +39,7 @@ _CLOSED = " "
 # A worker takes its place in the list, and writes its record in the next line of code. Others wait this long for it.
 _WRITING_S = 5.0
 
-# No group has ever had more arrivals. The counter in the Store cannot be authenticated, so it is checked.
+# More arrivals than any group has. The counter in the Store cannot be authenticated, so its range is checked.
 _MOST_ARRIVALS = 1_000_000
 
 
@@ -114,7 +115,7 @@ class MemberList:
         if self._store.check([_COMPACTED]):
             entry = read_entry(self._store.get(_COMPACTED), self._secret)
             before, remaining = entry.values.get("before"), entry.values.get("remaining")
-            # No worker of this job wrote this. Reading everything is right too.
+            # Any other entry was not written by this job. Then all places are read, which is right too.
             if not entry.doubt and isinstance(before, int) and 0 <= before <= _MOST_ARRIVALS:
                 wanted = range(before)
                 if isinstance(remaining, list) and all(isinstance(one, int) and one in wanted for one in remaining):

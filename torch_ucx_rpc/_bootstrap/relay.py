@@ -1,4 +1,4 @@
-"""The relay: workers of a large group take the records of all from one another, and few of them from the Store.
+"""The relay: most workers of a large group take the packed records from one another, and only a few from the Store.
 
 The ranks are a tree with `FAN_OUT` below each. Rank 0 writes the packed records into the Store, and the workers below
 it read them there. Every other worker connects to the one above it, and gets the same bytes. So the Store sends the
@@ -6,7 +6,7 @@ records to `FAN_OUT` workers, whatever the size of the group. The invariants:
 
 1. A worker believes only bytes that have the digest in the verdict. So it does not matter who has sent them.
 2. If anything goes wrong, a worker reads the records from the Store, where they remain. It does so when the worker
-   above it has ended or is silent for `_PATIENCE_S`, and takes that for no more than a slow relay.
+   above it has ended or is silent for `_PATIENCE_S`, and concludes nothing else from that.
 3. A worker waits only for the one above it, whose rank is lower. No worker waits for one below it: a thread serves
    those, and ends when all have come, or none has come for `_FAREWELL_S`.
 4. A worker listens before it is in the list of arrivals. So if it is a member, those below it find its relay, unless

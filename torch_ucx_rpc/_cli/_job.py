@@ -278,7 +278,7 @@ class JobAgent(LocalElasticAgent):
     # ---- Which failure was the first ---------------------------------------------------------------------------------
 
     def _is_one_ending(self) -> bool:
-        """Whether a worker has failed while another, still running, may be ending by the first failure."""
+        """Whether a worker has failed while another one, still running, may be ending with an earlier failure."""
         context: Any = self._pcontext
         # Local ranks are counted in the order of ranks, and so are the names.
         names = list(self._names.names.values())

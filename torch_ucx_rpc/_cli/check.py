@@ -1,4 +1,4 @@
-"""``torch-ucx-rpc check``: has every pair of workers measured, and judges the figures."""
+"""``torch-ucx-rpc check``: measures the calls between every pair of workers, and judges the figures."""
 
 # mypy: allow-untyped-calls
 
@@ -276,7 +276,7 @@ def judge(places: dict[str, Place], pairs: Iterable[Pair]) -> tuple[list[str], l
             "(Docker: --ipc=host; Kubernetes: hostIPC: true, or one pod) they would use shared memory"
         )
     if any(place.has_cuda for place in places.values()):
-        notes.append("only CPU tensors were sent: CUDA tensors need device_maps, which this check has none of")
+        notes.append("only CPU tensors were sent: CUDA tensors need device_maps, and this check has none")
     return warnings, notes
 
 

@@ -113,11 +113,11 @@ def _package(report: Report) -> None:
     if isinstance(failure, ImportError) and failure.name == "torch_ucx_rpc":
         # Problem and cure in one sentence, between them the first colon that is in no parentheses.
         sentence = re.fullmatch(r"((?:\([^)]*\)|[^(:]|:(?! ))*): (.*)", str(failure), re.DOTALL)
-        problem, cure = sentence.groups() if sentence else (str(failure), "see there")
+        problem, cure = sentence.groups() if sentence else (str(failure), "do what that text says")
         report.complain(problem, cure, is_fatal=True)
     elif failure is not None:
         report.complain(
-            f"the import fails: {failure}", "see what is said of torch here; install torch again", is_fatal=True
+            f"the import fails: {failure}", "see the section about torch; install torch again", is_fatal=True
         )
 
 

@@ -1,6 +1,6 @@
 """CUDA's contexts on the devices that this worker names for RPC, made before UCX starts.
 
-A UCX that starts without one goes on. But it does not learn which device its CUDA transports belong to ("set cuda
+UCX also starts without a context. But then it does not learn which device its CUDA transports belong to ("set cuda
 sys_device to unknown as no context is currently active"), and chooses protocols without that knowledge.
 """
 

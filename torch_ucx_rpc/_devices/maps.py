@@ -145,7 +145,7 @@ def _cure(record: Worker) -> str:
     if record.device_count == 0:
         return (
             f"There is no CUDA device for {record}: it needs a GPU that CUDA_VISIBLE_DEVICES lets it see and a CUDA "
-            f"build of torch (its is {record.torch_version}), or the maps must do without."
+            f"build of torch (its is {record.torch_version}), or the maps must leave CUDA out."
         )
     return f"{record} has {record.device_count}, numbered from 0."
 

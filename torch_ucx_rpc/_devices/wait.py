@@ -33,7 +33,7 @@ def wait(future: torch.futures.Future[T], *, blocking: bool = False) -> T:
         >>> future = rpc.rpc_async("ps", torch.mm, (a, b))  # of CUDA tensors
         >>> product = torch_ucx_rpc.wait(future, blocking=True)
 
-    The choice is that of https://github.com/pytorch/pytorch/pull/50047, for the futures of
+    https://github.com/pytorch/pytorch/pull/50047 proposed this choice, for the futures of
     https://github.com/pytorch/pytorch/issues/48305.
     """
     if not isinstance(future, torch._C.Future):

@@ -112,6 +112,6 @@ def _no_host(launch: Launch) -> JoinFailed:
     option = "-x" if launch.launcher == "Open MPI" else "-genv"
     return JoinFailed(
         f"{launch.launcher} has started the workers on several hosts and does not say where rank 0 is: set "
-        f"MASTER_ADDR to its host and MASTER_PORT to a free port there (mpirun {option}). Or install mpi4py, to "
-        f"have MPI asked; or set {_INIT_METHOD} to file:///<path of a new file that all hosts see>."
+        f"MASTER_ADDR to its host and MASTER_PORT to a free port there (mpirun {option}). Or install mpi4py, "
+        f"with which init_rpc asks MPI; or set {_INIT_METHOD} to file:///<path of a new file that all hosts see>."
     )

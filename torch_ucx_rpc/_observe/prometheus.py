@@ -46,7 +46,7 @@ def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> End
     port = first_port + rank if first_port else 0
     why = f"a worker answers Prometheus at prometheus_port + rank, which is {first_port} + {rank} = {port}"
     if port > _LAST_PORT:
-        raise JoinFailed(f"{why}, and the last port there is is {_LAST_PORT}: choose a smaller prometheus_port, or 0.")
+        raise JoinFailed(f"{why}, and the last port is {_LAST_PORT}: choose a smaller prometheus_port, or 0.")
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector(snapshot))
     try:

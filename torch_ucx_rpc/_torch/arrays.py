@@ -86,7 +86,7 @@ def _build_numpy(memory: torch.Tensor, dtype: np.dtype[Any], is_writable: bool) 
 
 # ---------------------------------------------------------------------------------------------------- device memory
 
-# CUDA's handle of the legacy default stream, which these libraries use by default. torch has it by another name only.
+# CUDA's handle of the legacy default stream, which these libraries use by default. To torch its handle is 0.
 _LEGACY_DEFAULT_STREAM = 1
 
 

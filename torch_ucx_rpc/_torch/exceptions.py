@@ -6,8 +6,8 @@ it again at the caller. If a future lies between, as in ``rpc_sync`` and ``rpc_a
 the exception by the text that it becomes. The extension asks for it when a ``std::runtime_error`` is about to become a
 Python exception.
 
-The answer is an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so does
-the ``except RuntimeError`` of programs that were written for torch's own agent.
+This module makes an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so
+does the ``except RuntimeError`` of programs that were written for torch's own agent.
 
 Arguments that the callee cannot unpickle count as an exception of the function. torch alone would send the text, and
 forget the RRef that the call was to make.

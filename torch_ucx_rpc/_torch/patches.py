@@ -85,7 +85,7 @@ def register() -> None:
     # Every call of a Python function pickles a PythonUDF, and pickle looks no further than this table for its reducer.
     _internal_rpc_pickler._dispatch_table[PythonUDF] = _reduce_call
     _internal_rpc_pickler._dispatch_table[exceptions._TypeOfBoth] = exceptions.reduce_type
-    # torch pickles the value of a future with devices by it, to find the tensors in the value.
+    # torch calls this when it pickles the value of a future with devices, to find the tensors in the value.
     _jit_internal._TensorExtractor.persistent_id = _extract_tensors_of  # type: ignore[method-assign]
     # torch's C++ takes these when the first agent of the process starts.
     internal._handle_exception = exceptions.handle_exception

@@ -14,17 +14,17 @@ from torch.distributed.rpc import api
 from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
 
 _PERIOD_S = 0.01
-# How long the news of a loss may take after a call has failed by it, here or at a worker that has proceeded.
+# After a loss has made a call fail, here or on another worker, this worker hears of the loss within this time.
 _NEWS_S = 1.0
-# All living workers delete their references now. After this time, only the dead hold some.
+# All living workers delete their references now. After this time, only dead workers still hold some.
 _DELETING_S = 1.0
 
 
 def wait_all_workers(timeout: float) -> None:
     """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost.
 
-    The loss raises nothing here: the agent's own barrier, which follows in ``join``, names the lost workers. Hence
-    torch's function itself, which would log the error, is not called.
+    The loss raises nothing here: the agent's own barrier, which follows in ``join``, names the lost workers. So this
+    does not call torch's function itself, which would log the error.
     """
 
     def proceed() -> None:

@@ -11,13 +11,12 @@ from torch.futures import Future
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Complete a future with an exception: ``Future.set_exception``, without a circle.
+    """Complete a future with an exception: ``Future.set_exception``, without a reference cycle.
 
     torch's futures are C++ objects, so Python's collector does not see the objects they keep. `set_exception` keeps the
     exception and raises that same object in every wait. Its traceback has the frames that it passed, and the waiting
-    ones. A frame that refers to the future closes a circle, which is never freed. Neither are the objects of its
-    frames, such as tensors and agents of earlier lives. Here each wait raises a copy, and the kept exception has no
-    traceback.
+    ones. A frame that refers to the future closes a cycle that is never freed. The objects of its frames stay too, such
+    as tensors and agents of earlier lives. Here each wait raises a copy, and the kept exception has no traceback.
     """
     _drop_tracebacks(error)
 

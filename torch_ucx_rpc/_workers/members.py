@@ -47,7 +47,8 @@ _logger = logging.getLogger(__name__)
 
 # Default of the seconds of silence after which a member is left out.
 LIMIT_S = 5.0
-# In groups up to this size all members know each other's ports (`Lifelines`), otherwise only the decider's.
+# In groups up to this size all members know each other's ports (`Lifelines`); in larger ones they know only the
+# decider's.
 _ACQUAINTED = 64
 # Limit of unanswered messages to a worker; further ones are dropped.
 _UNANSWERED = 4
@@ -115,7 +116,7 @@ class Group:
     def not_ended(self) -> set[str]:
         """Return all workers of a job of fixed size that have not certainly ended, as far as this one knows.
 
-        It also finds out about those outside the epoch.
+        It also asks the ports of workers outside the epoch.
         """
         others = self._known.others()
         members = {one.name for one in self._epochs.epoch.members}

@@ -104,7 +104,7 @@ class Join(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The sender wants to found the group with this number, and asks all others to join no other one until then."""
+    """The sender wants to found the group with this number, and asks the others to join no other group until it has."""
 
     number: int
 

@@ -1,4 +1,5 @@
-"""Values that calls bring, for other backends than UCX: the same interface as the agent's own, slower."""
+"""Values of channels that travel in calls, for backends other than UCX. The interface is that of the agent's own
+slots."""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -213,7 +214,7 @@ def _deadline(timeout: float | None) -> float | None:
     return None if seconds == 0 else time.monotonic() + seconds
 
 
-# Return the values of this process.
+# The values of this process.
 rpc_slots = PerLife(lambda life: RpcSlots(life.info.name))
 
 

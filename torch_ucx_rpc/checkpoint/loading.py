@@ -159,7 +159,8 @@ def _read(session: str, plan: LoadPlan) -> None:
 
 
 def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
-    """Read large tensors one at a time: torch's reader keeps one in memory while it reads the next."""
+    """Divide a plan so that large tensors are read one at a time: torch's reader would keep one while it reads the
+    next."""
     small = []
     for item in plan.items:
         if math.prod(item.lengths) < _LARGE:

@@ -55,7 +55,7 @@ class Writer(FileSystemWriter):
         ]
 
     def missing(self, results: list[Any]) -> str | None:
-        """A file that another worker has written, but that does not appear here."""
+        """Return a file that another worker has written, but that does not appear here; None if all do."""
         give_up_at = time.monotonic() + _UNTIL_SEEN_S
         for name in {result.storage_data.relative_path for result in results}:
             while not Path(self.path, name).exists():

@@ -30,7 +30,7 @@ class Done(NamedTuple):
 
 
 class Batches:
-    """Runs batches on a model, with the losses of workers that spares make good. It belongs to the driver's thread."""
+    """Runs batches on a model, and again after a loss that a spare makes up for. It belongs to the driver's thread."""
 
     def __init__(self, recovery: Recovery, chunks: int) -> None:
         self.model = recovery.model
@@ -99,8 +99,8 @@ class Batches:
         """
         if crew != self.model.crews:
             raise PipelineError(
-                "a worker was lost, or replaced, since this output was computed, and what it kept for the way back is "
-                "gone: call the pipeline again"
+                "a worker was lost, or replaced, since this output was computed, and its part of the graph is gone: "
+                "call the pipeline again"
             )
         request = Request(
             "backward", number, len(gradients), output_gradients=gradients, input_gradients=input_gradients

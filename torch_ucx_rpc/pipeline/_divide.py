@@ -154,7 +154,7 @@ def _given(given: Sequence[Any], stages: int, balance: Any) -> Partition:
             f"stages_per_worker=."
         )
     if balance is not None:
-        raise ValueError("a list of stages is divided already: leave balance= away.")
+        raise ValueError("a list of stages is divided already: leave out balance=.")
     modules = [one.get_module_rref() if isinstance(one, _RemoteModule) else one for one in given]
     infos = []
     for index, one in enumerate(modules):

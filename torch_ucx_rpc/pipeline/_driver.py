@@ -58,8 +58,8 @@ class DistributedPipeline:
         rematerialize: keep only the inputs of stages and compute activations again on the way back.
         loss: ``loss(output, target)``, which runs on the worker of the last stage. It returns a scalar, or ``(sum,
             count)``, such as the sum over all tokens and their number.
-        n_microbatches: what ``torch.distributed.pipelining`` calls ``chunks``.
-        loss_fn: what it calls ``loss``.
+        n_microbatches: the name of ``chunks`` in ``torch.distributed.pipelining``.
+        loss_fn: the name of ``loss`` there.
         spares: workers that take the place of lost ones. They begin from a checkpoint: `save` one before the first
             step.
         step_timeout: seconds that the workers may take for a step, or for another order. A worker whose stage is busy
@@ -155,7 +155,7 @@ class DistributedPipeline:
 
     @property
     def training(self) -> bool:
-        """Mode of all stages, as ``nn.Module.training``."""
+        """Mode of the model as a whole, as ``nn.Module.training``."""
         return self._model.training
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -176,7 +176,7 @@ class DistributedPipeline:
                 or nearly so; everything else goes to each.
             **kwargs: keyword arguments of the model, divided in the same way.
             target: second argument of the loss, divided in the same way. None: the loss gets the output alone.
-            scaler: a `GradScaler`, whose scale the loss is multiplied with on its way back.
+            scaler: a `GradScaler`. Its scale multiplies the loss before the backward.
             losses: a list, which is filled with what the loss returned for each micro-batch, without gradient.
             return_outputs: also return the model's output, as ``pipe(x)`` does, without gradient.
 
@@ -224,8 +224,8 @@ class DistributedPipeline:
         """The model's output for a batch. In grad mode its backward works once, and runs on the stages.
 
         Outputs of the micro-batches are concatenated along dimension 0. Outputs that do not fit become a list. Any
-        number of calls may wait for their backward, so loops over the model work. The workers free the memory of a call
-        once its output is gone, at the latest in the next call.
+        number of calls may wait for their backward, so loops over the model work. Once the output of a call is gone,
+        the workers free its memory with the next call.
         """
         if torch.is_grad_enabled():
             return call_with_autograd(self._batches, args, kwargs)

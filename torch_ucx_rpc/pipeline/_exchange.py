@@ -114,7 +114,7 @@ class Exchange:
         self.set_routes(routes)
 
     def set_routes(self, routes: list[tuple[str, str]]) -> None:
-        # Return worker and host of a stage; None for the stages that are here.
+        # Worker and host of each stage; None for the stages of this host.
         self._routes = [None if host == self._box.name else (worker, host) for worker, host in routes]
         self._takes_device = {}
         for worker, box in filter(None, self._routes):

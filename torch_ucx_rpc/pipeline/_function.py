@@ -87,8 +87,8 @@ class _Node(torch.autograd.Function):
         call: _Call = ctx.call
         if not call.forget.alive:
             raise PipelineError(
-                "this output has been on its way back already, and what the stages kept for it is gone: call the "
-                "pipeline again for a second backward"
+                "the backward of this output has run already, and the stages have freed its graph: call the pipeline "
+                "again for a second backward"
             )
         left = iter(gradients)
         parts = [[next(left) for _ in places] for places in call.wanting]

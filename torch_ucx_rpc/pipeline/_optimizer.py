@@ -18,8 +18,8 @@ __all__ = ["PipelineOptimizer"]
 class PipelineOptimizer(torch.optim.Optimizer):
     """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: their values travel with each `step`.
 
-    ``step`` and ``zero_grad`` return at once; the workers carry them out before whatever comes next. An error is
-    raised by the call after, or by ``pipe.synchronize()``.
+    ``step`` and ``zero_grad`` return at once; the workers carry them out before the next order. The next call that
+    waits raises their error, or ``pipe.synchronize()``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Let every worker's optimizer take a step.
 
         With a ``scaler`` the gradients of its parameters are divided by the scale first, unless ``scaler.unscale_`` has
-        done so. A worker skips the step if one is not finite.
+        done so. If one of them is not finite on any worker, no worker takes the step.
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")

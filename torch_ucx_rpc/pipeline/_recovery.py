@@ -1,7 +1,7 @@
 """Recovery from a lost worker: a spare takes its place, the last checkpoint is loaded, and later orders are repeated.
 
 With spares the driver keeps a journal of its orders since the last save, batches included. After the load the journal
-is played back, so a loop that only sees ``step`` and ``optimizer.step`` notices only the time: all losses are those of
+is played back, so a loop that only sees ``step`` and ``optimizer.step`` notices only a delay: all losses are those of
 an undisturbed run.
 """
 
@@ -36,7 +36,7 @@ class _Checkpoint:
     optimizers: int
     """Number of optimizers at the save."""
     has_gradients: bool
-    """Whether its gradients existed when it was saved."""
+    """Whether it includes the gradients."""
     written: Any
     """The future of a save whose files may still be being written, or None."""
     journal: list[_Entry]
@@ -60,7 +60,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------------------------- orders
 
     def do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Give an order by a method of the crew, again after each loss that a spare makes good. Write it into the
+        """Give an order by a method of the crew, again after each loss that a spare makes up for. Write it into the
         journal."""
         result = self.ask(method, *args, **kwargs)
         self.record(method, *args, **kwargs)

@@ -18,7 +18,7 @@ class GradScaler:
         ...     loss = pipe.step(x, target=y, scaler=scaler)
         >>> scaler.unscale_(optimizer)        # only if gradients are clipped, or looked at, before the step
         >>> pipe.clip_grad_norm_(1.0)
-        >>> optimizer.step(scaler=scaler)     # left out where a gradient is not finite; sets the next scale
+        >>> optimizer.step(scaler=scaler)     # skipped if a gradient is not finite; sets the next scale
 
     Each of several optimizers divides the gradients of its own parameters, and steps if these are finite. The next
     scale is set once for all of them, and grows only if all have stepped.

@@ -152,8 +152,8 @@ class Stage:
         is_last: bool,
         goes_back_next: bool,
     ) -> tuple[dict[int, Packet], Loss | None]:
-        """Run the forward of a call's micro-batch. Returns a packet for each stage that uses the output, and for
-        `DRIVER` if it wants the output, which has a backward only with ``to_driver``; and the loss.
+        """Run the forward of a call's micro-batch. Returns packets and the loss. There is a packet for each stage that
+        uses the output, and for `DRIVER` if it wants the output. The driver's has a backward only with ``to_driver``.
 
         ``goes_back_next``: this stage's next action is the backward of this micro-batch, so its activations are kept
         even with rematerialization.

@@ -211,15 +211,15 @@ class _Fixed(NamedTuple):
     value: Any
     """The value, unless it is a tensor."""
     shape: tuple[int | None, ...] | None
-    """None stands for a size that may change, at least the micro-batch's."""
+    """None stands for a size that may change: always in dimension 0, the micro-batch's."""
 
     def check(self, leaf: Any) -> None:
         """Raise ValueError if a call gives another value."""
         if (difference := self._difference(leaf)) is not None:
             part, was, found = difference
             raise ValueError(
-                f"{part}{self.name} was {was} when the model was traced, and is {found} in this call: what is no "
-                f"tensor, and sizes that the model depends on, are a part of a traced model. Make a pipeline with "
+                f"{part}{self.name} was {was} when the model was traced, and is {found} in this call: values other "
+                f"than tensors, and sizes that the model depends on, are parts of a traced model. Make a pipeline with "
                 f"sample= for each of them, or divide the model by hand: a list of stages takes anything."
             )
 

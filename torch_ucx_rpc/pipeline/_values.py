@@ -87,7 +87,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Map as pytree does, for which dataclasses are leaves until they are registered."""
+    """Flatten as pytree does, dataclasses included: to pytree they are leaves until they are registered."""
     while True:
         leaves, spec = pytree.tree_flatten(value)
         # Register all dataclasses, even without tensors: leaves are counted, and must be the same on all workers.

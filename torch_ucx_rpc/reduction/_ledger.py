@@ -120,7 +120,7 @@ class Ledger:
         self._decide()
 
     def update(self, name: str, report: Report) -> bool:
-        """Take a trainer's report. False: it has sent a newer one, which counts."""
+        """Take a trainer's report. Returns False if the trainer has sent a newer one, which counts."""
         known = self._reports.get(name)
         if known is not None and known.number >= report.number:
             return False

@@ -52,7 +52,7 @@ class Trained(Protocol):
         """Report the trainer's step. The caller holds the lock of the office."""
 
     def give(self) -> Future[Any]:
-        """Return the state of the model at the beginning of a step, with the names of that state."""
+        """Return the state of the model at the beginning of a step, with its step and commit."""
 
 
 class Office:
@@ -118,10 +118,10 @@ class Office:
             for one in epoch.members:
                 self._call(one.name, _tell_all, epoch.number, then=functools.partial(self._learn, epoch, one.name))
         elif self._is_in():
-            # It may have come to decide by the messages of a group alone, without an office.
+            # The decider may know the group only by its messages, and have no office yet.
             self._call(epoch.decider.name, _come)
         else:
-            # A trainer that needs it comes back at once, through `keep_in`.
+            # A trainer comes back at once, through `keep_in`.
             if time.monotonic() - self._came_at > _MOST_S:
                 self._coming_back_s = _COMING_BACK_S
             delay, self._coming_back_s = self._coming_back_s, min(2 * self._coming_back_s, _MOST_S)
@@ -155,8 +155,8 @@ class Office:
 
     def sleep(self, deadline: float | None) -> None:
         """Wait for a change, with the lock held. Raises TimedOut after the deadline."""
-        # Condition.wait without a limit does not see Ctrl-C on every platform. An epoch that is not in force may be so
-        # soon.
+        # Condition.wait without a limit does not see Ctrl-C on every platform. While the epoch is not in force, look
+        # more often: it may be soon.
         longest = 0.1 if self.group.is_current() else _LOOK_AGAIN_S
         left = longest if deadline is None else min(longest, deadline - time.monotonic())
         if left <= 0:

@@ -150,7 +150,8 @@ class Steps:
     def begin(self, are_equal: bool = False) -> None:
         """Join, either with the first trainers or with the state of another one.
 
-        ``are_equal`` means that the first trainers have equal parameters, and that another one cannot do without state.
+        ``are_equal`` means that the first trainers have equal parameters, and that a later one cannot begin without
+        state.
         """
         self._are_equal = are_equal
         try:
@@ -407,7 +408,7 @@ class Steps:
             return None
 
     def give(self) -> Future[Any]:
-        """Return the state of the model at the beginning of a step, with the step."""
+        """Return the state of the model at the beginning of a step, with its step and commit."""
         future: Future[Any] = Future()
         with self._office.changed:
             self._requests.append(future)

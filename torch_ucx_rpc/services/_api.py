@@ -72,7 +72,7 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
 
 
 def register_all(functions: Mapping[str, Callable[..., Any]], *, idempotent: bool = False) -> None:
-    """Do the same with many names at once: all of them are registered, or none. It costs no more messages than one.
+    """Register many names at once: all of them, or none. It costs no more messages than one `register`.
 
     Example::
 
@@ -163,7 +163,7 @@ def get(name: str) -> Any:
     """
     check_str("name", name)
     known = directory()
-    # A value may have moved: the reference would only fail when it is used.
+    # The value may have moved, and a reference to its old place would fail only when it is used.
     known.sync()
     if not (owners := owners_of(known.owners, name)):
         raise unknown(name)
@@ -222,7 +222,7 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
             if limit and left <= 0:
                 offering = ", ".join(map(repr, service.workers)) or "none"
                 raise TimeoutError(
-                    f"{name!r} was to be offered by {replicas} workers within {limit:g} s; those that do: {offering}"
+                    f"{name!r} was to be offered by {replicas} workers within {limit:g} s; offered now by: {offering}"
                 )
             known.changed.wait(left if limit else None)
         return service
@@ -232,8 +232,8 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
     """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ceases to offer a name.
 
     The first call has the present state, even if no worker offers the name. Calls come one after the other, on a thread
-    of their own; their exceptions are logged. After changes during a call, the next one has the last state. Returns a
-    function that ends the watch, as the shutdown of RPC does.
+    of their own; their exceptions are logged. If the state changes during a call, the next call has the last state.
+    Returns a function that ends the watch, as the shutdown of RPC does.
 
     Example::
 

@@ -41,7 +41,7 @@ class Replica:
     def __init__(self, owner: Owner) -> None:
         self.info = WorkerInfo(owner.worker, owner.rank)
         self.life = owner.life
-        # Calls of this worker that it has not answered.
+        # This worker's calls that the replica has not answered.
         self.open = 0
 
     def __str__(self) -> str:
