@@ -25,8 +25,8 @@ namespace torch_ucx_rpc {
 
 // The messages of one queue that the transport has not finished.
 struct OutgoingLoad {
-  // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while
-  // the peer does not read (while it is stopped, for one). It never gives up a message in that queue, not even one
+  // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while the
+  // peer does not read, because it is stopped for instance. It never gives up a message in that queue, not even one
   // whose call has timed out.
   static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
   // The bytes that a message costs the transport beside its body.
@@ -35,7 +35,7 @@ struct OutgoingLoad {
   size_t parts = 0; // parts that travel by rendezvous
   uint64_t eagerBytes = 0;
 
-  // A message that is larger than a limit leaves alone.
+  // A message that is larger than a limit leaves once no other is under way.
   bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
     if (message.rendezvousParts() == 0) {
       return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
@@ -96,24 +96,23 @@ class Connection {
     return peer_.isThere() ? state_ : State::kClosed;
   }
   void transition(Event event);
-  // The endpoint of the path in use has been made, or has failed. Makes the transition that goes with it.
+  // Notes that the endpoint of the path in use has been made, or has failed, and makes the transition for that.
   void setEndpoint(std::optional<EndpointId> endpoint);
 
   bool isJoining() const {
     return !peer_.hasAdmitted.load(std::memory_order_relaxed) && state() != State::kClosed;
   }
-  // Whether messages outlast the endpoint (docs/development/resumption.md). They do not where a peer that has died
-  // would look like one that is well. A join outlasts it even if calls do not, because the peer takes it any number of
-  // times.
+  // Whether messages outlast the endpoint (docs/development/resumption.md). They do not if a dead peer would look like
+  // a healthy one. A join outlasts it even if calls do not, because the peer takes it any number of times.
   bool mayResume() const {
     const auto& does = isJoining() ? peer_.isEndSeen : peer_.mayResume;
     return does.load(std::memory_order_relaxed) && state() != State::kClosed;
   }
-  // The endpoint has failed, or is given up, and mayResume().
+  // To be called when the endpoint has failed or is given up, and mayResume() is true.
   void breakOff(const std::string& why);
 
-  // Queued messages of one kind that leave in one way. Small messages do not wait behind large ones, answers not behind
-  // requests. Control frames are few and small, and never wait: they have no queue.
+  // A queue has messages of one kind that leave in one way. Small messages do not wait behind large ones, nor answers
+  // behind requests. Control frames are few and small, and never wait: they have no queue.
   static constexpr size_t kQueues = 4;
   static size_t queueOf(const OutgoingMessage& message) {
     return queueOf(message.header.kind, message.rendezvousParts() == 0);
@@ -134,9 +133,9 @@ class Connection {
     return paths.front().endpoint;
   }
 
-  // Changed by Outbox. The first path is in use. Earlier ones are those over shared memory of a peer that has moved to
-  // the network. They are not closed: UCX would free what the peer may still read. Messages under way over them may
-  // never end, and take no room of the first path.
+  // Changed by Outbox. The first path is in use. The others are old paths over shared memory, to a peer that has moved
+  // to the network. They are not closed: UCX would free memory that the peer may still read. Messages under way over
+  // them may never end, and take no room of the first path.
   std::list<Path> paths = std::list<Path>(1);
   struct Outgoing {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
@@ -146,7 +145,7 @@ class Connection {
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have
-    uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before those from it on
+    uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before all others
     std::string whyBroken; // the endpoint must be replaced, for this reason; empty while it is good
     size_t underWay = 0; // messages that the transport has not finished, or that wait for their turn
   } outgoing;
@@ -158,7 +157,7 @@ class Connection {
     uint64_t unnumbered = 0; // how many of these have come
     uint64_t unacknowledgedBytes = 0; // bytes of frames that came after the last acknowledgement left
     bool isOwing = false; // in Connections::owing
-    uint64_t lacked = 0; // what lacking() has returned when Retries looked last
+    uint64_t lacked = 0; // the result of lacking() when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
 
     uint64_t inFlightBytes = 0;
@@ -167,27 +166,28 @@ class Connection {
     std::vector<Receiving::Entry> starting; // messages that wait for memory
     std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, the oldest first
 
-    // A frame that has not come though later ones have, and that is not announced. 0 is none.
+    // The first frame that has not come though later ones have, and that is not announced. 0: none.
     uint64_t lacking() const {
       const uint64_t first = received.firstMissing();
       return first < received.next() && !announced.contains(first) ? first : 0;
     }
 
-    // The message whose part is received next: by turns the oldest message, and the one with the fewest parts left. So
-    // small messages pass large ones, and large messages still get finished one after the other.
+    // The message whose part is received next: by turns the oldest message, and the message with the fewest parts left.
+    // So small messages pass large ones, and large messages still end one after another.
     std::vector<Receiving::Entry>::iterator next();
   } incoming;
 
   // Work for the next round. Inbox asks for it.
   bool isPinged = false; // the peer has asked for a sign of life
   bool mustAcknowledge = false; // much has come that this worker has not acknowledged
-  bool isMoving = false; // one of the two does not hear the other over shared memory: see SharedMemoryRepair
+  bool isMoving = false; // one of the two gets nothing from the other over shared memory: see SharedMemoryRepair
 
-  // Only in a job with a secret. Outbox seals frames with the one, Inbox checks them with the other.
+  // Only in a job with a secret. Outbox seals frames with `sealer`, and Inbox checks frames with `opener`.
   std::optional<wire::FrameSeal> sealer;
   std::optional<wire::FrameSeal> opener;
 
-  // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck, Heartbeat sets the rest.
+  // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck. Heartbeat sets the rest,
+  // and a failed endpoint resets it.
   struct Silence {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
     bool isAsked = false; // a sign of life has been asked for
@@ -220,7 +220,7 @@ class Connection {
 
   Peer& peer_;
   State state_ = State::kUnmet; // while the peer is there
-  // Whether it is in Connections::ready_, and how pressing that is.
+  // Whether it is in Connections::ready_, and how urgent its work is.
   enum class Attention : uint8_t { kNone, kEachRound, kNow } attention_ = Attention::kNone;
 };
 
@@ -235,22 +235,22 @@ class Connections {
   Connection& of(Peer& peer) {
     return peer.connection != nullptr ? *peer.connection : add(peer);
   }
-  // The one with this endpoint; null if it is unknown.
+  // The connection with this endpoint. Null if there is none.
   Connection* find(EndpointId endpoint) const;
   const std::vector<std::unique_ptr<Connection>>& all() const {
     return all_;
   }
 
-  // There is something to do for the connection in the next round.
+  // Notes that the connection has work in the next round.
   void makeReady(Connection& connection) {
     note(connection, Connection::Attention::kNow);
   }
-  // There may be work for the next round, which no event announces.
+  // Notes that the connection may have work in the next round, which no event announces.
   void keepLooking(Connection& connection) {
     note(connection, Connection::Attention::kEachRound);
   }
 
-  // Notes that a frame with a number has come: it is to be acknowledged.
+  // Notes that a frame with a number has come, and is to be acknowledged.
   void noteArrival(Connection& connection, uint64_t bytes);
   // The connections with frames that were not acknowledged at once.
   const std::vector<Connection*>& owing() const {

@@ -29,11 +29,11 @@ ControlFrame barrierRelease(uint64_t round, const Barrier::Result& result);
 // The receiver distinguishes only the codes of wire::RefusalReason.
 ControlFrame refused(uint64_t callId, const Error& why);
 ControlFrame putRefused(std::string_view group, uint64_t epoch);
-// A goodbye of a worker that goes on, to one that it has lost. To the other worker this is a loss too, not an end.
+// A goodbye to a worker that this one has lost. This worker goes on, so to the other it is lost too, and has not left.
 ControlFrame goodbyeToLost();
 
-// Hands a frame to its handler. A frame that is too short is dropped, since no worker waits for an answer to it, and
-// so is one of a kind that no handler hears of.
+// Hands a frame to its handler. Drops a frame that is too short, since no worker waits for an answer to it. Also drops
+// a frame whose kind has no handler.
 void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFrame& frame);
 
 // The body of kReceived.

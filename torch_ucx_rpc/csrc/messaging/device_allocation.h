@@ -29,7 +29,7 @@ struct DeviceAllocation {
   void run(const Transport& transport) noexcept;
 
   std::vector<Span> spans;
-  bool isFromNeighbour = false; // whose process must map the memory
+  bool isFromNeighbour = false; // the sender is a neighbour, whose process must map the memory
   DeviceWork earlierWork;
   std::exception_ptr failure;
   std::atomic<bool> isDone{false}; // run() is over, and the other members are the worker lock's again

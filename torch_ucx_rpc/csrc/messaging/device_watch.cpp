@@ -44,7 +44,8 @@ Timer::TimePoint DeviceWatch::ask() {
 
 Timer::TimePoint DeviceWatch::collect(Timer::TimePoint now) {
   DevicePool& pool = DevicePool::instance();
-  // Not on this thread: an allocator may wait for the driver or for Python, and deadlines and new threads for this one.
+  // Not on this thread: an allocator may wait for the driver or for Python, and deadlines and new threads wait for this
+  // one.
   if (std::shared_ptr<void> hold = pool.statistics().heldBytes != 0 ? lifetime_.hold() : nullptr) {
     executor_.addCompletion([hold = std::move(hold), &pool] { pool.collect(); });
   }

@@ -19,7 +19,7 @@ class DeviceWatch : private MessengerParts {
 
   // To be called in each round, before anything else: any thread may drive, and UCX needs a device context on it.
   void beginRoundWithWorkerLock();
-  // Has another round begin soon, since a message waits for a device.
+  // Makes another round begin soon, since a message waits for a device.
   void askAgain();
 
  private:

@@ -9,12 +9,12 @@
 
 namespace torch_ucx_rpc {
 
-// A request's part of its sender's PushShare, if its body leaves at once without being asked for. The credit is given
-// back with the call, which is when the receiver has answered.
+// A request's part of its sender's PushShare, if the body leaves at once, before the receiver asks for it. The end of
+// the call gives the credit back, usually after the receiver has answered.
 class EagerCredit {
  public:
   // Bodies above kSmallBytes may take only kMaxBytesOfLarger. They leave the rest of the share to small bodies, which
-  // are not worth waiting for.
+  // should not wait.
   static constexpr uint64_t kSmallBytes = 4 * 1024;
   static constexpr uint64_t kMaxBytesOfLarger = 8 * 1024 * 1024;
   // The bytes that a request costs its receiver beside its body.

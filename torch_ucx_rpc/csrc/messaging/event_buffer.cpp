@@ -72,8 +72,8 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     });
   }
   turn.end(); // batches after this one must not wait for the user code below
-  // A waiting caller that blocks in the last work delays no other thread: for mayEventsBlockWithWorkerLock() Progress
-  // has left the guard to another driver, if one sleeps.
+  // A waiting caller that blocks in the last work delays no other thread: because of mayEventsBlockWithWorkerLock(),
+  // Progress has left the guard to another driver, if one sleeps.
   dispatchWork(driver && driver->role == Role::kWaitingCaller && onDriver.empty() && atEnd.empty());
   for (IncomingMessage& request : onDriver) {
     buffer_.handlers_.requests->runOnDriver(std::move(request));

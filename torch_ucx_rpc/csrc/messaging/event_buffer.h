@@ -46,8 +46,8 @@ class EventBuffer {
   void addSent(std::unique_ptr<OutgoingMessage> message) {
     pending().sent.push_back(std::move(message));
   }
-  // An answer of which only some parts can leave. The caller has to learn of it first: the message ends when the caller
-  // releases these parts.
+  // Adds an answer of which only some parts can leave. Its caller has to learn this first: the message ends when the
+  // caller releases these parts.
   void addCutAnswer(Peer& to, uint64_t callId, Error why) {
     pending().cutAnswers.push_back({&to, callId, std::move(why)});
   }
@@ -66,8 +66,8 @@ class EventBuffer {
     pending().breaks.push_back(&peer);
   }
   // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a waiting
-  // caller that has nothing else to do. Not a leader, since nothing arrives until it is back. Other threads may hold
-  // locks of torch's.
+  // caller that has nothing else to do. A leader must not, since nothing arrives until it is back. Other threads must
+  // not, since they may hold locks of torch's.
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }

@@ -88,7 +88,7 @@ class PutHandler {
   // Called with the worker lock. A value that is held waits until Messenger::receivePut() or dropPut().
   virtual Verdict onPutAnnounced(
       Peer& from, const wire::Header& header, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) = 0;
-  // The spans of a value that was dropped are not there.
+  // A value that was dropped comes without its spans.
   virtual void onPut(IncomingMessage value, const std::optional<Driver>& driver) = 0;
   // The value arrived, but could not be received.
   virtual void onPutRejected(Peer& from, uint64_t number, const Error& why) = 0;

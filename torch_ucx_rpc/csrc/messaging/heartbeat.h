@@ -43,9 +43,9 @@ class Heartbeat {
   struct Findings {
     std::vector<Peer*> quiet; // peers to ask for a sign of life
     std::vector<Peer*> lost;
-    std::vector<Peer*> suspect; // newly; one whose process is watched only if messages wait for it
+    std::vector<Peer*> suspect; // newly suspect; a watched process only if messages wait for it
     std::vector<std::pair<Peer*, Milliseconds>> back; // no longer suspect, after this silence
-    std::vector<Peer*> met; // newly: something has come from it, and its process cannot be watched
+    std::vector<Peer*> met; // heard for the first time; their processes cannot be watched
   };
   // Checks the peers that this worker has, or has had, an endpoint to.
   Findings check(Clock::time_point now);

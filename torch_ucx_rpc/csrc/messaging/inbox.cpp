@@ -106,12 +106,13 @@ Announcement* Inbox::announce(Connection& from, const wire::Header& header, void
 void Inbox::onReceived(Connection& from, std::span<const std::byte> body) {
   const std::optional<ReceivedFrames> received = decodeReceived(body);
   if (!received.has_value()) {
-    return; // the next one says as much
+    return; // the next kReceived says the same
   }
   from.outgoing.kept.onReceived(received->frames);
   if (received->mustSendAgain) {
     from.outgoing.mustSendAgain = true;
-    // The endpoint delivers later frames, and not those: the peer has given up its end, and UCX drops announcements.
+    // The endpoint delivers later frames, but not the missing ones: the peer has given up its end, and UCX drops
+    // announcements.
     if (received->frames.next() > from.outgoing.sentAgainBelow && received->frames.gaps() != 0) {
       from.outgoing.whyBroken = "messages that left over it have not arrived";
     }
@@ -199,8 +200,9 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
     } // else it was given up before
   } else if (isLocal(error.code()) && connection->endpoint() == endpoint) {
     connection->setEndpoint(std::nullopt); // the peer is well, and the next message to it makes another one
-    connection->silence.isAsked = false; // whether the question has reached it is not known
-    // It may take the end of the connection for the end of this worker, and drop what comes later. Only silence shows.
+    connection->silence.isAsked = false; // the question may not have reached it
+    // It may take the end of the connection for the end of this worker, and drop what comes later. Only its silence
+    // shows that.
     connection->peer().needsHeartbeat.store(true);
   } else {
     events_.addFailure(connection->peer(), error);

@@ -53,8 +53,8 @@ class Inbox final : public TransportListener, private ReceivingParts {
   }
 
   // Admits the request that has waited longest, whether it fits or not. To be called when the window has not moved for
-  // a while although no request waits for a thread. Handlers then wait for one another, and more memory is the only way
-  // on.
+  // a while although no request waits for a thread. Handlers then wait for one another, and only more memory lets them
+  // continue.
   void admitStalled();
 
   // From now on, processes that are not members may ask to become one. If `joinKey` is not empty, their frames must be
@@ -66,7 +66,7 @@ class Inbox final : public TransportListener, private ReceivingParts {
   void receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into);
   void dropPut(Peer& from, uint64_t number);
 
-  // Drops the parts of an incomplete answer without a caller.
+  // Drops the parts of an incomplete answer for which no caller waits.
   void dropAnswer(const Peer& from, uint64_t callId);
 
   // Drops everything that has not been received from a peer that is gone. Its later frames are dropped as they come.

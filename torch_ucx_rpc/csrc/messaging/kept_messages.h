@@ -37,12 +37,12 @@ class KeptMessages {
     return bytes_;
   }
 
-  // The peer has all frames below a number, of which this is the low half. Ignores what cannot be.
+  // Notes that the peer has all frames below a number, of which `low` is the low half. Ignores an impossible number.
   void onAcknowledged(uint32_t low);
-  // The peer has these frames. Ignores what cannot be.
+  // Notes that the peer has these frames. Ignores impossible ones.
   void onReceived(const wire::ReplayWindow& received);
 
-  // An operation of a message has ended late, or it has failed: takeEnded() looks at all messages.
+  // To be called when an operation of a message has ended late, or a message has failed: takeEnded() then looks at all.
   void lookAtAll() {
     mustLookAtAll_ = true;
   }
@@ -50,12 +50,12 @@ class KeptMessages {
   bool hasEnded() const {
     return mustLookAtAll_ || (!messages_.empty() && isEnded(*messages_.front()));
   }
-  // Takes the messages that the transport has done with, and that the peer has, or that have failed. With `isOver` all
-  // that the transport has done with: the peer will hear of none any more.
+  // Takes the messages that the transport is done with, and that either the peer has or that have failed. With
+  // `isOver`, takes all that the transport is done with: none will reach the peer any more.
   std::vector<std::unique_ptr<OutgoingMessage>> takeEnded(bool isOver);
 
-  // A message has failed for good. Pongs take the place of its frames that the peer does not have, since the peer waits
-  // for every number. Returns them; they are kept.
+  // Puts pongs in the place of a failed message's frames that the peer does not have, since the peer waits for every
+  // number. Returns the pongs, which are kept here.
   std::vector<OutgoingMessage*> replace(OutgoingMessage& failed);
 
  private:

@@ -74,7 +74,7 @@ struct OutgoingMessage {
   }
   uint64_t totalBytes() const;
 
-  // For messages with numbers, see KeptMessages. The frames in the order of their numbers.
+  // Visits the frames in the order of their numbers, if they have any: see KeptMessages.
   template <typename Visit>
   void forEachFrame(Visit visit) {
     for (Piece& piece : pieces) {
@@ -101,8 +101,8 @@ struct OutgoingMessage {
 
   Peer* to = nullptr;
 
-  // Guarded by the worker lock while the message is under way:
-  // Why it is held: the peer has not admitted this worker, a device still computes, or only retryStranded() sends it.
+  // Guarded by the worker lock while the message is under way: Why it is held: the peer has not admitted this worker, a
+  // device still computes, or it waits for retryStranded().
   enum class Wait : uint8_t { kNothing, kAdmission, kDevice, kRetry } waitsFor = Wait::kNothing;
   size_t unfinished = 0; // active messages that the transport has not completed
   bool hasLeftInPart = false; // one of several active messages has been given to the transport
@@ -118,7 +118,7 @@ struct IncomingMessage {
   struct Span {
     c10::DataPtr data;
     uint64_t bytes = 0;
-    bool isBesidePool = false; // in memory of a device, but not the pool's, where they belong
+    bool isBesidePool = false; // in device memory outside the pool, from which the decoder copies
   };
 
   // The call that the message belongs to. Its caller sends the request and receives the answer.

@@ -10,8 +10,8 @@ namespace {
 // The most rounds of progress to take in everything that has arrived. Each round takes in several messages.
 constexpr int kMaxSteps = 1000;
 
-// An acknowledgement waits for a frame that takes it along. Until then the peer keeps what it has sent: tensors, and at
-// most 8 MiB of each kind of eager bodies.
+// An acknowledgement waits this long at most for a frame that can carry it. Until then the peer keeps the messages that
+// it has sent: tensors, and at most 8 MiB of each kind of eager bodies.
 constexpr auto kAcknowledgeWithin = std::chrono::milliseconds(20);
 
 } // namespace

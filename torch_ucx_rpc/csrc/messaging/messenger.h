@@ -45,7 +45,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Copies a message to the worker itself into the memory of `arrived`. The messenger does not know how devices copy.
   using CopyForSelf = Error (*)(OutgoingMessage& message, IncomingMessage& arrived);
 
-  // Adds tasks to the timer, so it must not have started. The handlers are first used when members have been added.
+  // Adds tasks to the timer, so the timer must not have started. The handlers are first used when members have been
+  // added.
   Messenger(
       std::unique_ptr<Transport> transport,
       Identity self,
@@ -107,8 +108,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Takes in everything that has arrived, including messages that no thread has looked at yet.
   void drainTransportWithWorkerLock();
-  // Has shared memory repaired: a dead process of this machine may have left a gap there that blocks messages to this
-  // worker (see Transport::repairState()).
+  // Asks for a repair of shared memory: a dead process of this machine may have left a gap there that blocks messages
+  // to this worker (see Transport::repairState()).
   void requestRepair() {
     repair_.request();
   }
@@ -124,7 +125,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   const Transport& transport() const {
     return *transport_;
   }
-  // The transport that carries messages to this worker; null for the worker itself, to which they are copied.
+  // The transport that carries messages to `to`. Null for this worker itself, which gets a copy of each message.
   const Transport* transportTo(const Peer& to) const {
     return to.member().session != self_.session ? transport_.get() : nullptr;
   }
@@ -184,7 +185,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Timer::Task& windowTask_;
   Timer::Task& acknowledgeTask_;
 
-  // In order of construction: what is below uses what is above.
+  // In order of construction: each member uses those above it.
   const std::unique_ptr<Transport> transport_; // worker lock
   SentMessages sentMessages_; // own synchronization
   EventBuffer events_; // worker lock

@@ -51,7 +51,7 @@ Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
     return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
   Peer& peer = connection.peer();
-  // A goodbye leaves all the same: it tells the peer that it is gone for this worker.
+  // A goodbye leaves even then: it tells the peer that this worker has given it up.
   if (connection.state() == Connection::State::kClosed && message.header.kind != wire::Kind::kGoodbye) {
     return peer.whyGone();
   }
@@ -143,7 +143,7 @@ bool Outbox::mustWait(const Connection& connection, OutgoingMessage& message) co
 
 void Outbox::sendHeld(Connection& connection) {
   for (std::unique_ptr<OutgoingMessage>& message : std::exchange(connection.outgoing.held, {})) {
-    send(std::move(message)); // back, if it has to wait on
+    send(std::move(message)); // puts it back if it has to wait longer
   }
 }
 
@@ -444,7 +444,7 @@ void Outbox::resume(Connection& connection) {
     return;
   }
   Peer& peer = connection.peer();
-  // Not at once: if its process has ended, the peer is lost before this.
+  // The warning is not given at once: if the peer's process has ended, the peer is lost before this.
   if (const std::string why = std::exchange(connection.whyBroken, {}); !why.empty()) {
     warn(
         "the connection to " + peer.describe() + " has failed (" + why +
@@ -546,7 +546,7 @@ void Outbox::abandon(Peer& peer) {
   for (Connection::Path& path : peer.connection->paths) {
     if (!isClosed_ && path.endpoint.has_value()) {
       transport_.abandon(*path.endpoint);
-      path.endpoint.reset(); // a late goodbye takes another one
+      path.endpoint.reset(); // a late goodbye makes another endpoint
     }
   }
   failWaiting(*peer.connection);

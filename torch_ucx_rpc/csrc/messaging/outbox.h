@@ -73,7 +73,8 @@ class Outbox {
   void close();
 
   // The number of messages that were given to send() and have neither been sent nor failed. Messages to peers that are
-  // gone, that have not admitted this worker, or that have no endpoint yet do not count.
+  // gone, or that have not admitted this worker, do not count. Without an endpoint, only held messages count, and kept
+  // ones while the connection resumes.
   size_t underWay() const;
 
  private:
@@ -88,10 +89,10 @@ class Outbox {
   // Sends the messages that were held back and need not be any longer.
   void sendHeld(Connection& connection);
   void enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> message);
-  // The first message of a queue, which is not empty, leaves or fails.
+  // Sends or fails the first message of a queue, which must not be empty.
   void startFirst(Connection& connection, size_t queue);
   void retryStranded(Connection& connection);
-  // The messages that wait fail, since canLeave() is false.
+  // Fails the messages that wait. To be called when canLeave() is false.
   void failWaiting(Connection& connection);
   // `room` counts the message. It is null for one that is not queued, or that fails at once.
   void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, OutgoingLoad* room);
@@ -103,7 +104,7 @@ class Outbox {
   // The transport is done with some parts of a message, over this endpoint.
   void finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
   void freeRoom(Connection& connection, OutgoingMessage& message);
-  // The same for messages that outlast their endpoint.
+  // For messages that outlast their endpoint.
   void sendAgain(Connection& connection);
   void endKept(Connection& connection);
   // Makes the receiver drop the parts of a message whose other parts cannot leave. Otherwise parts that wait here to be

@@ -91,8 +91,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   // A request counts as this many queued bytes at most. Beside a large request, however slowly it arrives, there is
   // room for small ones.
   static constexpr uint64_t kMaxQueuedShare = kMaxQueuedBytes / 4 * 3;
-  // The most bytes of devices, of each budget: sixteen pieces, which suffice for one each of 16 handlers, and little
-  // beside the memory of a device.
+  // The most bytes in device memory, for each budget: sixteen pieces. That suffices for one piece for each of 16
+  // handlers, and is little beside a device's memory.
   static constexpr uint64_t kDeviceLimitBytes = 1024ull * 1024 * 1024;
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
@@ -119,7 +119,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   uint64_t deviceBytesInUse() const {
     return deviceUsed_[0].load() + deviceUsed_[1].load();
   }
-  // Whether messages wait, and no bytes have been given back for kPatience, or kPatienceWhileReceiving. Each true
+  // Whether messages wait, and no bytes have been given back for kPatience, or kPatienceWhileReceiving. Each `true`
   // begins another such time. `willMove` says that bytes will be given back without more memory. For one thread.
   using TimePoint = std::chrono::steady_clock::time_point;
   bool hasStalled(TimePoint now, bool willMove);

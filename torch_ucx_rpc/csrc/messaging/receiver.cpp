@@ -241,7 +241,7 @@ void Receiver::receiveNextParts(Connection& connection) {
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
   // The rest of a failed or abandoned message need not travel.
-  static const Error givenUp = callGivenUp(); // not made anew in each round
+  static const Error givenUp = callGivenUp(); // made once, not in each round
   giveUpWhere(connection, givenUp, [this](const Receiving& receiving) {
     return receiving.error || isAbandoned(*receiving.message.from, receiving.message.header);
   });
@@ -252,11 +252,11 @@ void Receiver::receiveNextParts(Connection& connection) {
     if (part == nullptr) {
       source.waiting.erase(next);
       source.stalled.push_back(receiving);
-      connections_.makeReady(connection); // Messenger has it asked for
+      connections_.makeReady(connection); // Messenger schedules Retries, which asks for it
       continue;
     }
     const uint64_t more = part->bytes;
-    // The more generous limit counts: two pieces of any size, or as many small ones as have the bytes together.
+    // The more generous limit counts: two pieces of any size, or as many small ones as kInFlightBytes allows.
     if (pieces >= kInFlightPieces && bytes + more > kInFlightBytes) {
       break;
     }
@@ -369,7 +369,7 @@ void Receiver::finishIfDone(Entry receiving) {
     return;
   }
   if (receiving->isDropped || receiving->error) {
-    release(receiving->assembled); // it has the pieces that are no parts yet
+    release(receiving->assembled); // it has the pieces that are not parts yet
   } else if (receiving->stage == Stage::kBody) { // the body now says where the spans go
     receiving->stage = Stage::kMemory;
     receiving->isPlanned = false;

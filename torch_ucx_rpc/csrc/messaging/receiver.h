@@ -37,8 +37,8 @@ struct ReceivingParts {
 };
 
 // Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
-// other on a network, and small messages and signs of life wait behind those that were asked for. Which pieces those
-// are is in the peer's Connection. All functions need the worker lock.
+// other on a network, and small messages and signs of life wait behind those that were asked for. The peer's Connection
+// has these pieces. All functions need the worker lock.
 class Receiver : private ReceivingParts {
  public:
   explicit Receiver(const ReceivingParts& parts) : ReceivingParts(parts) {}
@@ -58,7 +58,8 @@ class Receiver : private ReceivingParts {
   static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kInFlightPieces = 2;
 
-  // A message whose parts are all known and that waits to be admitted. So many bytes of it wait at the sender.
+  // A message whose parts are all known and that waits to be admitted. `bytes` and `deviceBytes` of it wait at the
+  // sender.
   struct Announced {
     Connection* from;
     wire::Assembled assembled;
@@ -85,7 +86,7 @@ class Receiver : private ReceivingParts {
   void release(wire::Piece& piece);
   void release(std::vector<wire::Piece>& pieces);
   void release(wire::Assembled& assembled);
-  // Gives up a rendezvous of the transport that was not announced. Null is none.
+  // Gives up a rendezvous by its handle of the transport, unless that is null.
   void releaseHandle(void* rendezvous);
 
   // These three must not be called inside a transport callback. A round calls them in this order.
@@ -138,13 +139,13 @@ class Receiver : private ReceivingParts {
   void receivePart(Connection& connection, Entry receiving);
   // The part that is received next. Null if all are to be announced again first.
   static Part* nextPart(Receiving& receiving);
-  // A part is not received because its endpoint has failed: it is to be announced again.
+  // Puts back a part that was not received because its endpoint has failed: the peer announces it again.
   void putBack(Connection& connection, Entry receiving, Part part);
-  // A rendezvous has been received, all its `bytes`, or is given up.
+  // Ends a rendezvous that has been received, with all its `bytes`, or that is given up.
   void settle(Announcement& announcement, uint64_t bytes = 0);
   // Gives up the parts that have not begun.
   void giveUp(Entry receiving, const Error& why);
-  // The same for each message from a peer that has such parts, and is over.
+  // The same for each message from a peer that has such parts and for which `isOver` is true.
   template <typename IsOver>
   void giveUpWhere(Connection& connection, const Error& why, const IsOver& isOver);
   // Adds the event of a message, and forgets it, if all its parts are through.

@@ -35,7 +35,7 @@ struct Receiving {
   enum class Stage : uint8_t {
     kBody, // the body alone is received
     kMemory, // the spans get memory, and the body if it is still to be received
-    kSpans, // they are received into it
+    kSpans, // the spans are received into that memory
   };
   // The part that one operation receives: a piece of a span, or the body.
   struct Part {

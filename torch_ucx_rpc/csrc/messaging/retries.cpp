@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(20);
 
-// How many rounds this worker waits for what a peer is to announce again, before it asks the peer for it.
+// How many rounds this worker waits for a peer to announce something again, before it asks for that.
 constexpr unsigned kRoundsToAsk = 25;
 
 // How often the log says that messages cannot be sent.
@@ -51,7 +51,7 @@ Timer::TimePoint Retries::retry(Timer::TimePoint now) {
     outbox_.retryStranded();
     files_.refill();
   });
-  return Timer::kNever; // set again if that fails
+  return Timer::kNever; // the operation schedules the task again if there is more to do
 }
 
 bool Retries::resume(Connection& connection) {

@@ -16,7 +16,7 @@ class Retries : private MessengerParts {
  public:
   Retries(const MessengerParts& parts, SharedMemoryRepair& repair);
 
-  // Has everything tried again soon.
+  // Tries everything again soon.
   void schedule();
 
   // Gives the reserve back. Nothing is tried again after it.

@@ -18,16 +18,16 @@ namespace torch_ucx_rpc {
 // locks there, and another thread that has the GIL may wait for them. Thread-safe.
 class SentMessages {
  public:
-  // A sender's messages wait this long at most, and no more than so many of them, for a thread that is there anyway.
-  // Long enough for a small call. Steps of distributed autograd wait for what the messages hold: with 5 ms one took
-  // 2.4 ms instead of 0.8 (`python -m benchmarks parameter_server`).
+  // A sender's messages wait this long at most, and this many at most, for a thread that runs anyway. That is long
+  // enough for a small call. Steps of distributed autograd wait for what the messages hold: with 5 ms one took 2.4 ms
+  // instead of 0.8 (`python -m benchmarks parameter_server`).
   static constexpr auto kPatience = std::chrono::microseconds(200);
   static constexpr size_t kMaxWaiting = 32;
 
-  // Adds a task to the timer, so it must not have started.
+  // Adds a task to the timer, so the timer must not have started.
   SentMessages(Executor& executor, const Lifetime& lifetime, Timer& timer);
 
-  // Each takes a message whose destruction may run user code, and leaves any other message to the caller.
+  // The next two take a message whose destruction may run user code, and leave any other message to the caller.
 
   // On a thread that drives progress: an agent thread destroys the message.
   void destroy(std::unique_ptr<OutgoingMessage>& message);
@@ -35,7 +35,7 @@ class SentMessages {
   // message. An agent thread, woken for every message, would compete with the caller and the callee for a core.
   void destroyLater(std::unique_ptr<OutgoingMessage>& message);
 
-  // Destroys what waits. For a thread without locks of torch's.
+  // Destroys the messages that wait. The calling thread must hold no locks of torch's.
   void destroyWaiting();
 
  private:

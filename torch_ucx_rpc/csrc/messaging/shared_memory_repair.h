@@ -14,7 +14,7 @@ class SharedMemoryRepair : private MessengerParts {
  public:
   explicit SharedMemoryRepair(const MessengerParts& parts);
 
-  // Asks for a look. To be called when a process of this machine has ended, and when this worker seems deaf.
+  // Asks for a check. To be called when a process of this machine has ended, and when this worker seems deaf.
   void request();
 
   // Moves a connection with isMoving to the network. False if this process lacks a file, for instance: the
@@ -28,8 +28,8 @@ class SharedMemoryRepair : private MessengerParts {
 
   Timer::Task& task_;
 
-  std::atomic<bool> isWanted_{false}; // a look has been asked for, and none has followed yet
-  std::atomic<bool> isRepairing_{false}; // the last look found a gap; written under the worker lock
+  std::atomic<bool> isWanted_{false}; // a check has been asked for, and none has followed yet
+  std::atomic<bool> isRepairing_{false}; // the last check found a gap; written under the worker lock
   // Guarded by the worker lock:
   bool isDeaf_ = false; // Transport::repairState() is kUnrepairable
   bool hasWarned_ = false;
