@@ -1,4 +1,4 @@
-"""PyTorch's tests that demand TensorPipe by name or its limits, and this project's tests of the same subjects."""
+"""PyTorch's tests that demand TensorPipe by name, or its limits, and this project's tests of the same subjects."""
 
 from __future__ import annotations
 

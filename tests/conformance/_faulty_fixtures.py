@@ -1,7 +1,7 @@
-"""Answers to the questions of PyTorch's suites for a faulty agent, for each backend.
+"""The fixtures that PyTorch's suites for a faulty agent need, for each backend.
 
-These are apart from the other fixtures because the import of torch's own registers a backend. That replaces the enum of
-backends, and then a process cannot infer a backend from options by rpc.BackendType.
+They are not in _fixtures.py because the import of torch's fixture registers a backend. That replaces the enum of
+backends, and then rpc.BackendType can no longer infer a backend from options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ._processes import PreloadedProcesses
 
 
 class FaultyUcxFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
-    """torch's own answers, with UCX's faulty backend under the name of torch's, which tests ask for."""
+    """torch's fixture, with UCX's faulty backend under the name of torch's, which the tests use."""
 
     @property
     def rpc_backend(self) -> rpc.BackendType:
@@ -25,7 +25,7 @@ class FaultyUcxFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
 
 
 class FaultyTensorPipeFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
-    """torch's own answers."""
+    """torch's fixture."""
 
 
 FAULTY_FIXTURES = {"UCX": FaultyUcxFixture, "TENSORPIPE": FaultyTensorPipeFixture}

@@ -1,4 +1,4 @@
-"""Answers to the questions of PyTorch's suites about the agent under test, for each backend."""
+"""The fixtures by which PyTorch's suites get the agent under test, for each backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._processes import PreloadedProcesses
 class UcxFixture(PreloadedProcesses, RpcAgentTestFixture):
     @property
     def rpc_backend(self) -> rpc.BackendType:
-        # Called first in a test's own process, which alone loads UCX.
+        # A test's own process calls this first. Only such processes load UCX.
         import torch_ucx_rpc  # noqa: F401 - registers the backend
 
         return rpc.backend_registry.BackendType["UCX"]
@@ -31,11 +31,11 @@ class UcxFixture(PreloadedProcesses, RpcAgentTestFixture):
 
 
 class TensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
-    """torch's own answers."""
+    """torch's fixture."""
 
 
 class UcxForTensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
-    """torch's own answers, in processes where UCX replaces TensorPipe."""
+    """torch's fixture, in processes where UCX replaces TensorPipe."""
 
     @classmethod
     def _run(cls, *arguments: Any, **named: Any) -> None:
@@ -45,6 +45,6 @@ class UcxForTensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture)
         super()._run(*arguments, **named)
 
 
-# The suites for any agent, and the suites for TensorPipe's.
+# The fixtures for the suites of any agent, and for those of TensorPipe's agent.
 FIXTURES = {"UCX": UcxFixture, "TENSORPIPE": TensorPipeFixture}
 TENSORPIPE_FIXTURES = {"UCX": UcxForTensorPipeFixture, "TENSORPIPE": TensorPipeFixture}

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.workers import dump_stacks, dump_stacks_on_request, kill, process_context, stacks_file
 
-# A directory that the parent and all processes of a test know, beside the file of their Store.
+# The parent and all processes of a test know this directory; the file of their Store is in it too.
 _STACKS = Path(tempfile.gettempdir())
 
 
 class PreloadedProcesses:
     """Starts a test's processes from a fork server. Mix it in before torch's MultiProcessTestCase.
 
-    torch starts each by ``spawn``, which imports torch again, four times a test. The test is otherwise unchanged.
+    torch itself starts each by ``spawn``, which imports torch four times a test. Nothing else changes.
     """
 
     def _spawn_processes(self) -> None:
@@ -30,19 +30,19 @@ class PreloadedProcesses:
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         dump_stacks_on_request(_STACKS)
-        # A crash writes its stack there too, since the report of the test lacks the stderr of its processes.
+        # A crash writes its stack to the same file: the report of a test lacks the stderr of its processes.
         faulthandler.enable(stacks_file(_STACKS, os.getpid()).open("a"))
         _keep_ddp_models()
         super()._run(rank, test_name, file_name, parent_pipe, **kwargs)
 
     def _get_timedout_process_traceback(self) -> None:
-        # Called at the test's time limit, before its processes are ended. torch's own version asks a Python thread in
-        # each process. That thread cannot answer while another holds the GIL, and cannot see C++.
+        # torch calls this at the test's time limit, before it ends the processes. Its own version asks a Python thread
+        # in each process. That thread cannot answer while another one holds the GIL, and cannot see C++.
         alive = [process.pid for process in self.processes if process.is_alive()]
         print(*dump_stacks(alive, _STACKS).values(), sep="\n")
 
     def _check_return_codes(self, *arguments: Any) -> None:
-        # torch's error has only exceptions of processes, and hides that another process crashed first.
+        # torch's error has only exceptions of processes, and hides an earlier crash of another process.
         try:
             super()._check_return_codes(*arguments)
         except (RuntimeError, AssertionError) as error:
@@ -57,14 +57,14 @@ class PreloadedProcesses:
 
 
 def _how_it_ended(process: BaseProcess) -> str:
-    """Say how each process of a failed test ended; -15 is torch's, which ends the rest after the first error."""
+    """Say how a process of a failed test ended. -15 comes from torch, which ends the rest after the first error."""
     process.join(5)
     stacks = stacks_file(_STACKS, process.pid)
     return f"{process.name}: exit code {process.exitcode}\n{stacks.read_text() if stacks.exists() else ''}"
 
 
 def _keep_ddp_models() -> None:
-    """Let no DistributedDataParallel be destroyed before its process ends, which is by ``os._exit``.
+    """Let no DistributedDataParallel be destroyed before its process ends by ``os._exit``.
 
     In torch 2.13 the destructor of its Reducer joins Gloo's threads with the GIL held, while one of them may be waiting
     for the GIL to release a tensor. test_ddp_comparison_uneven_inputs then hangs as it returns, whatever the RPC agent:

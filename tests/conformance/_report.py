@@ -16,7 +16,7 @@ import pytest
 class Report:
     """A pytest plugin that writes a JSON file when the run is over.
 
-    Under pytest-xdist it belongs into the process that hands the tests out, which hears of all results (``is_needed``).
+    Under pytest-xdist it belongs in the process that distributes the tests, which gets all results (``is_needed``).
     """
 
     @staticmethod
@@ -29,7 +29,7 @@ class Report:
         self._backend: str = config.getoption("--rpc-backend")
         self._are_gpus_used: bool = config.getoption("--cuda")
         self._started = time.time()
-        # Return suite -> test -> its result, and the reason in a few words.
+        # suite -> test -> its result, and the reason in a few words.
         self._outcomes: dict[str, dict[str, tuple[str, str]]] = collections.defaultdict(dict)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -61,7 +61,7 @@ class Report:
         return suite.removeprefix(self._backend), test
 
     def _content(self, exitstatus: int) -> dict[str, object]:
-        import torch  # here: xdist's processes import this module, and write nothing
+        import torch  # here, since xdist's workers import this module but write nothing
 
         return {
             "configuration": {

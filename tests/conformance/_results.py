@@ -42,9 +42,9 @@ def record(files: Iterable[Path]) -> None:
 
 
 def commit() -> str:
-    """The commit of the sources that just ran; "-dirty" where the package or the tests differ from it."""
+    """Return the commit of the sources that just ran, with "-dirty" if the package or the tests differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
-    # Results of the last configuration do not make the sources another state.
+    # Results that the last configuration wrote do not count as a difference.
     sources = (":/torch_ucx_rpc", ":/tests", ":!/tests/conformance/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     return (f"{head}-dirty" if changed else head) or "unknown"
@@ -56,7 +56,7 @@ def _git(*command: str) -> str:
 
 
 def file_name(configuration: Data) -> str:
-    """Such as ucx-tcp-self-2-cores."""
+    """Return a name such as ucx-tcp-self-2-cores."""
     parts = [configuration["backend"], *configuration["environment"].values(), amount(configuration, "cores")]
     if configuration["gpus"]:
         parts.append(amount(configuration, "gpus"))
@@ -69,7 +69,7 @@ def amount(configuration: Data, name: str) -> str:
 
 
 def condensed(reports: list[Data], lists: Data) -> Data:
-    """The counts, and the names of the tests that did not pass in every run."""
+    """Return the counts, and the names of the tests that did not pass in every run."""
     suites, exceptions = {}, {}
     for suite, tests in ((suite, tests) for listed in lists.values() for suite, tests in listed.items()):
         runs = [report["outcomes"].get(suite, {}) for report in reports]
@@ -94,7 +94,7 @@ def condensed(reports: list[Data], lists: Data) -> Data:
 
 
 def sentence(worst: str, ends: list[list[str]]) -> str:
-    """skipped: Need at least 1 CUDA device. failed in 1 of 3 runs: RuntimeError: no."""
+    """Return a text such as "skipped: Need at least 1 CUDA device", or "failed in 1 of 3 runs: RuntimeError: no"."""
     reasons = [reason for outcome, reason in ends if outcome == worst]
     often = f" in {len(reasons)} of {len(ends)} runs" if len(reasons) < len(ends) else ""
     return f"{worst}{often}" + (f": {reasons[0]}" if reasons[0] else "")
@@ -110,7 +110,7 @@ def write(file: Path, data: Data) -> None:
 
 
 def stored() -> tuple[Data, list[Data]]:
-    """suites.json; and the results, each backend's plainest configuration first."""
+    """Return suites.json and the results, each backend's plainest configuration first."""
     results = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("*.json") if file != SUITES]
 
     def plainest_first(result: Data) -> tuple:

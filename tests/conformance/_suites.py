@@ -1,4 +1,4 @@
-"""The lists of suites that PyTorch runs its RPC agents through, as the installed torch has them."""
+"""The lists of suites by which the installed torch tests RPC agents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import torch
 
 with warnings.catch_warnings():
-    # The suites use what torch calls deprecated.
+    # The suites use deprecated functions of torch.
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed import rpc_utils
 
@@ -22,7 +22,7 @@ LISTS = (
 
 
 def release(version: str) -> str:
-    """2.13.0 of 2.13.0+cpu: the suites are the same in every build of a release."""
+    """Return 2.13.0 for 2.13.0+cpu: all builds of a release have the same suites."""
     return version.partition("+")[0]
 
 
@@ -31,7 +31,7 @@ def installed_release() -> str:
 
 
 def installed_suites() -> dict[str, dict[str, list[str]]]:
-    """List -> suite -> names of its tests."""
+    """Return list -> suite -> names of its tests."""
     names = unittest.defaultTestLoader.getTestCaseNames
     return {
         listed: {suite.__name__: list(names(suite)) for suite in getattr(rpc_utils, listed)}  # type: ignore[arg-type]

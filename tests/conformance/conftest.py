@@ -1,4 +1,5 @@
-"""Collects PyTorch's suites for the backend under test, when asked for by path: ``pytest tests/conformance``."""
+"""Collects PyTorch's suites for the backend under test, if the command line names their path: ``pytest
+tests/conformance``."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-# torch's limit for one of its tests, in seconds, which it reads when the suites are imported. On two cores the longest
-# takes 15, and several times that on a shared core.
+# torch's limit for one of its tests, in seconds. torch reads it when it imports the suites. The longest test takes 15 s
+# on two cores, and several times that on a shared core.
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "150")
-# torch's switch for an init_process_group that returns when it is done on every rank. The master of
-# DdpUnderDistAutogradTest calls its trainers as soon as its own init_process_group has returned, and they need the
-# group. Trainers that are 50 ms late make the test fail with TensorPipe as well.
+# With this, torch's init_process_group returns when all ranks are done. The master of DdpUnderDistAutogradTest calls
+# its trainers as soon as its own init_process_group has returned, and they need the group. If trainers are 50 ms late,
+# the test fails with TensorPipe too.
 os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
 
 
@@ -56,7 +57,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that only TensorPipe's agent can pass, which have equivalents in this project."""
+    """Leave out the tests that only TensorPipe's agent can pass. This project has equivalents of them."""
     backend = config.getoption("--rpc-backend")
     if backend == "TENSORPIPE":
         return

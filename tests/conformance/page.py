@@ -3,8 +3,8 @@
     python -m tests.conformance.page record REPORT...    stores the runs of one configuration, and renders
     python -m tests.conformance.page render              renders what is stored
 
-The reports are those of ``pytest tests/conformance --conformance-report FILE``; tools/conformance.sh does all of it.
-The page follows from the results and from _equivalents.py alone, not from the machine it is rendered on.
+``pytest tests/conformance --conformance-report FILE`` writes a report. tools/conformance.sh does all of this.
+The page depends only on the results and on _equivalents.py, not on the machine that renders it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def row(result: Data) -> tuple:
 
 
 def reasons(result: Data) -> Iterator[str]:
-    """The reasons of skips and failures, with the number of tests; a test of this project covers the rest."""
+    """Return the reasons of skips and failures, with the number of tests. Tests of this project cover the rest."""
     counted = collections.Counter(
         how.removeprefix("skipped: ") for test, how in result["not passed"].items() if test not in EQUIVALENTS
     )
@@ -82,7 +82,7 @@ def reasons(result: Data) -> Iterator[str]:
 
 
 def describe(configuration: Data) -> str:
-    """Such as "UCX, UCX_TLS=tcp,self, 2 cores"."""
+    """Return a text such as "UCX, UCX_TLS=tcp,self, 2 cores"."""
     backend = {"UCX": "UCX", "TENSORPIPE": "TensorPipe"}[configuration["backend"]]
     variables = [f"`{name}={value}`" for name, value in configuration["environment"].items()]
     places = [amount(configuration, name) for name in ("cores", "gpus") if configuration[name]]

@@ -1,4 +1,4 @@
-"""PyTorch's suites for RPC with GPUs, generic and TensorPipe's, for ``pytest tests/conformance --cuda``.
+"""PyTorch's suites for RPC with GPUs, for any agent and for TensorPipe's: ``pytest tests/conformance --cuda``.
 
 torch's own decorators skip tests that need more GPUs.
 """
@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 with warnings.catch_warnings():
-    # The suites use what torch calls deprecated.
+    # The suites use deprecated functions of torch.
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed.rpc_utils import (
         GENERIC_CUDA_TESTS,
@@ -20,10 +20,11 @@ with warnings.catch_warnings():
 
 from ._fixtures import FIXTURES, TENSORPIPE_FIXTURES
 
-# The suites end a test that hangs at their own limit, and print its stacks.
+# The suites have their own limit. At it they end a hanging test, and print its stacks.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]
 
 for _fixtures, _suites in ((FIXTURES, GENERIC_CUDA_TESTS), (TENSORPIPE_FIXTURES, TENSORPIPE_CUDA_TESTS)):
     for _backend, _fixture in _fixtures.items():
-        # Both are generated, since the processes of a test find its class by name; conftest.py collects one of them.
+        # Generate the suites of both backends: a test's processes find its class by name. conftest.py collects one
+        # backend's.
         globals().update(generate_tests(_backend, _fixture, _suites, __name__))

@@ -1,4 +1,4 @@
-"""PyTorch's suites for TensorPipe's agent, with UCX in its place.
+"""PyTorch's suites for TensorPipe's agent, run on UCX instead.
 
 The tests are torch's own, and so is the fixture. `EQUIVALENTS` lists the tests that no other agent can pass, each with
 a test of this project.
@@ -11,15 +11,16 @@ import warnings
 import pytest
 
 with warnings.catch_warnings():
-    # The suites use what torch calls deprecated.
+    # The suites use deprecated functions of torch.
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed.rpc_utils import TENSORPIPE_TESTS, generate_tests
 
 from ._fixtures import TENSORPIPE_FIXTURES
 
-# The suites end a test that hangs at their own limit, and print its stacks.
+# The suites have their own limit. At it they end a hanging test, and print its stacks.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]
 
 for _backend, _fixture in TENSORPIPE_FIXTURES.items():
-    # Both are generated, since the processes of a test find its class by name; conftest.py collects one of them.
+    # Generate the suites of both backends: a test's processes find its class by name. conftest.py collects one
+    # backend's.
     globals().update(generate_tests(_backend, _fixture, TENSORPIPE_TESTS, __name__))

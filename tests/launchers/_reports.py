@@ -1,4 +1,4 @@
-"""The output of these tests' programs."""
+"""The programs of these tests, and checks of their output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BESIDE_MPI, EXCHANGE, FAIL, FAIL_ONCE, LOST_MEMORY, MEET, WITHOUT = (
     for name in ("beside_mpi", "exchange", "fail", "fail_once", "lost_memory", "meet", "without")
 )
 
-# Programs find the package where this process does, installed or beside the tests.
+# Programs find the package at the same place as this process, installed or beside the tests.
 PYTHON_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 ENVIRON = {**os.environ, **PYTHON_PATH}
 
 
 def assert_all_called(output: str, names: list[str], on: list[str] | None = None) -> None:
-    """Check that ``meet.py`` ran as these workers, by rank, on these hosts, and that each called all."""
+    """Check that ``meet.py`` ran as these workers, by rank, on these hosts, and that each worker called all others."""
     reports = [json.loads(found) for found in re.findall(r'\{"name".*?\}', output)]
     reports.sort(key=lambda report: report["rank"])
     assert [report["name"] for report in reports] == names, output

@@ -1,7 +1,7 @@
-"""One cluster serves all tests of launchers, since it takes seconds to come up.
+"""One cluster serves all tests of launchers, since its start takes seconds.
 
 The cluster and the virtual hosts have fixed names and addresses, so their tests run in one process of pytest-xdist, one
-after the other. Tests of starts and facts need only this machine, and run beside them.
+after the other. Tests of starts and facts need only this machine, and run in other processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.labs import SlurmCluster, VirtualHosts, needs, needs_virtual_
 
 
 class Scheduling(LoadScopeScheduling):
-    """Tests of one scope run in one process. xdist's own groups go unnoticed with pytest 9.2."""
+    """Tests of one scope run in one process. xdist's own groups have no effect with pytest 9.2."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0]).name

@@ -1,5 +1,5 @@
-"""Workers in containers with the settings that matter. The containers are namespaces, like Docker's and
-Kubernetes's."""
+"""Workers in containers, with the container settings that matter. The containers are namespaces, like those of Docker
+and Kubernetes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def needs_containers() -> None:
 
 @pytest.fixture
 def node() -> Iterator[VirtualHost]:
-    """A host of its own, so that System V IPC and ``/dev/shm`` of this machine are not touched."""
+    """A separate host, so that System V IPC and ``/dev/shm`` of this machine stay untouched."""
     with VirtualHosts(["n1"]) as (host,):
         yield host
 
@@ -53,7 +53,7 @@ def start(host: VirtualHost, container: Container, *program: str, **variables: s
 def worker_in_each(
     containers: Sequence[tuple[VirtualHost, Container]], *program: str, **variables: str
 ) -> Iterator[list[Program]]:
-    """One worker a container; the first is rank 0."""
+    """Start one worker in each container; the first is rank 0."""
     meeting = {"MASTER_ADDR": containers[0][0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(containers))}
     with contextlib.ExitStack() as running:
         programs = []
@@ -65,7 +65,7 @@ def worker_in_each(
 
 
 def ends_of(programs: Sequence[Program]) -> list[tuple[int, str, str]]:
-    """Return exit code, output and errors of each; print the stacks if one hangs."""
+    """Return exit code, output and errors of each program. Print the stacks if one hangs."""
     deadline = time.monotonic() + TIMEOUT_S
     ends = []
     for program in programs:
@@ -102,7 +102,7 @@ def assert_only_tcp(lanes: dict[str, dict[str, list[str]]]) -> None:
 
 @contextlib.contextmanager
 def job_in_one(host: VirtualHost, container: Container, size: int, *program: str) -> Iterator[Program]:
-    """The command of our launcher in one container."""
+    """Run our launcher in one container."""
     with start(host, container, "-m", "torch_ucx_rpc", "run", "-n", str(size), *program) as job:
         try:
             yield job
@@ -132,7 +132,7 @@ def test_shared_memory_works_without_reading_other_processes(node: VirtualHost) 
 
 
 @pytest.mark.field
-def test_with_only_the_loopback_interface_they_share_memory(node: VirtualHost) -> None:
+def test_workers_with_only_the_loopback_share_memory(node: VirtualHost) -> None:
     # Like `docker run --network none`, for untrusted code.
     assert run_in_one(node, Container(network="none"), 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
@@ -157,7 +157,7 @@ def test_half_a_processor_is_slow_and_loses_no_worker(node: VirtualHost) -> None
 
 
 def test_stopping_a_container_ends_the_job_of_the_launcher_in_it(node: VirtualHost) -> None:
-    # Process 1 gets only signals that it handles; `docker stop` waits 10 s for it.
+    # Process 1 of a container gets only signals that it handles. `docker stop` waits 10 s for it.
     program = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
     with start(node, Container(), "-m", "torch_ucx_rpc", "run", "-n", "2", "-c", program) as job:
         try:
@@ -203,7 +203,7 @@ def test_containers_with_names_that_do_not_resolve(node: VirtualHost) -> None:
 
 
 @pytest.mark.field
-# Two workers with hostNetwork on the first node, and two on the others, with networks of their own.
+# Two workers with hostNetwork run on the first node, and two on the other nodes, with the networks of these.
 @pytest.mark.parametrize("ipc", ["private", "host"])
 def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ipc: str) -> None:
     places = [hosts[0], hosts[0], hosts[1], hosts[2]]
@@ -233,7 +233,7 @@ def test_launcher_reports_a_worker_killed_for_its_memory(node: VirtualHost) -> N
 
 
 @pytest.mark.field
-# Each worker sees the other's processes, but only signs of life can show their end.
+# With "host" each worker sees the other's processes. Without pidfd_open it cannot watch them.
 @pytest.mark.parametrize("program", [[LOST_MEMORY], [WITHOUT, "pidfd_open", LOST_MEMORY]], ids=["", "no pidfd"])
 @pytest.mark.parametrize("sees", ["private", "host"])
 def test_worker_killed_for_its_memory_is_lost(node: VirtualHost, sees: str, program: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The programs of docs/cookbook.md and the first ones of other pages: run as written, they print what the page says."""
+"""The programs of docs/cookbook.md, and the first programs of other pages, print what the page says."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def assert_prints_what_it_says(recipe: str, tmp_path: Path) -> None:
     install(tmp_path, "python", sys.executable)
     with reserved_port() as port:
         done = follow(f"{re.sub('(?<=MASTER_PORT=)[0-9]+', str(port), command)}wait", tmp_path)
-    # Lines of different workers come in any order.
+    # Lines of different workers may come in any order.
     assert sorted(done.stdout.splitlines()) == sorted(output.splitlines()), done.stderr

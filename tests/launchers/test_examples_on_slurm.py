@@ -1,4 +1,4 @@
-"""The examples, run by the commands that their pages have for Slurm, with a little work each."""
+"""The examples run by the commands that their pages have for Slurm, each with little work."""
 
 from __future__ import annotations
 

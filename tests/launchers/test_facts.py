@@ -1,4 +1,4 @@
-"""Workers by fork and by exec: all that a program can see of its process is the same as under plain Python."""
+"""In workers by fork and by exec, a program sees the same facts about its process as under plain Python."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 from .test_starts import COMMAND, both
 
 PROGRAMS = Path(__file__).parent / "programs"
-# Besides, PYTHONUNBUFFERED is what `run` sets.
+# `run` itself sets PYTHONUNBUFFERED.
 VARIABLES = {
     **os.environ,
     "PYTHONHASHSEED": "7",
     "PYTHONPATH": "/nowhere",
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "2",
-    # Its threads exist from the import on, and in a forked worker from the first use on.
+    # OpenBLAS starts threads at its import, but in a forked worker at its first use.
     "OPENBLAS_NUM_THREADS": "1",
 }
 CORE = min(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The others' shutdown when a worker ends: the table of docs/failure_model.md, row by row."""
+"""What the other workers' shutdown does when a worker ends: the table of docs/failure_model.md, row by row."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_fate_of_a_worker_and_the_shutdown_of_the_others(fate: str, launcher: st
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # Background programs of a shell ignore Ctrl-C, and children inherit that.
+            # A shell's background programs ignore Ctrl-C, and their children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             if fate == "killed":
-                # The launcher would end the others before they have noted the outcome.
+                # Stop the launcher: it would end the other workers before they note the outcome.
                 eventually(lambda: all((tmp_path / f"{name}.pid").exists() for name in OTHERS), "the others run")
                 os.kill(job.pid, signal.SIGSTOP)
                 (tmp_path / "launcher is stopped").touch()

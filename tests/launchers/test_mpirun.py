@@ -1,4 +1,4 @@
-"""Obstacles under mpirun; ``test_recipes.py`` has the ordinary way."""
+"""Special cases under mpirun. ``test_recipes.py`` has the ordinary ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = ["timeout", "--kill-after=5", "100"]
 
 def open_mpi(*arguments: str) -> list[str]:
     needs("mpirun.openmpi")
-    # mpi4py takes MPICH if its development files are installed too.
+    # If MPICH's development files are installed too, mpi4py chooses MPICH.
     abi = ["-x", "MPI4PY_MPIABI=openmpi"]
     return [*TIMEOUT, "mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", *abi, *arguments]
 
@@ -48,7 +48,7 @@ def run(command: list[str], on: VirtualHosts | None = None) -> subprocess.Comple
 
 
 def mpich_in_pid_namespaces(*arguments: str) -> list[str]:
-    """Like a container for each worker."""
+    """Run mpirun so that each worker is in its own pid namespace, as in containers."""
     needs_virtual_hosts()
     return mpich(*arguments[:2], "unshare", "--pid", "--fork", "--mount-proc", *arguments[2:])
 
@@ -85,7 +85,7 @@ def test_two_jobs_at_the_same_time_on_a_host_do_not_meet(mpirun) -> None:
         assert_all_called(output, NAMES[:2])
 
 
-# Make Open MPI use UCX for everything. It takes the UCX that the package has loaded before.
+# Make Open MPI use UCX for everything. It uses the UCX that the package has already loaded.
 UCX_IN_OPEN_MPI = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
 
 
@@ -98,7 +98,7 @@ def test_open_mpi_shares_the_ucx_of_this_package(hosts: VirtualHosts) -> None:
 
 
 @pytest.mark.field
-def test_an_mpi4py_for_another_mpi_is_explained(hosts: VirtualHosts) -> None:
+def test_error_names_an_mpi4py_that_is_for_another_mpi(hosts: VirtualHosts) -> None:
     needs_mpi4py("openmpi")
     done = run(mpich_over(hosts, "-genv", "MPI4PY_MPIABI", "openmpi", PYTHON, MEET), on=hosts)
     assert done.returncode != 0
@@ -110,11 +110,12 @@ def test_an_mpi4py_for_another_mpi_is_explained(hosts: VirtualHosts) -> None:
 
 
 def beside(kind: str, tmp_path: Path, first: str, libraries: str = "") -> subprocess.CompletedProcess[str]:
-    """Two workers whose program also uses MPI, and starts it before RPC or after; ``libraries`` are looked at first."""
+    """Run two workers whose program also uses MPI, and starts it before RPC or after. The loader looks into
+    ``libraries`` first."""
     library = needs_mpi4py("mpich" if kind == "mpich" else "openmpi")
     program = [PYTHON, BESIDE_MPI, first]
     if kind == "mpich":
-        # mpi4py's wheels look for another name than Debian's.
+        # mpi4py's wheels look for a library name that Debian does not use.
         (tmp_path / "libmpi.so.12").symlink_to(library)
         path = os.pathsep.join(filter(None, [str(tmp_path), libraries]))
         return run(mpich("-n", "2", "-genv", "MPI4PY_MPIABI", "mpich", "-genv", "LD_LIBRARY_PATH", path, *program))

@@ -1,4 +1,4 @@
-"""The recipes of docs/deployment.md, run as they are written there."""
+"""The recipes of docs/deployment.md run as written there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def install(place: Path, program: str, command: str) -> None:
-    """Let the shell of the recipes find ``command`` under the name ``program``."""
+    """Let the recipes' shell find ``command`` under the name ``program``."""
     file = place / "bin" / program
     file.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     file.chmod(0o755)
@@ -55,7 +55,7 @@ Run = Callable[..., subprocess.CompletedProcess]
 def follow(
     recipe: str, place: Path, env: Mapping[str, str] | None = None, run: Run = subprocess.run, limit_s: int = 150
 ) -> subprocess.CompletedProcess[str]:
-    """Paste the recipe into a shell there, and return how it ended."""
+    """Run the recipe in a shell in that folder, and return how it ended."""
     path = f"{place / 'bin'}:{os.environ['PATH']}"
     return run(
         ["timeout", "--kill-after=5", str(limit_s), "bash", "-ec", recipe],
@@ -68,7 +68,7 @@ def follow(
 
 
 def mpi(place: Path, implementation: str, hosts: VirtualHosts) -> dict[str, str]:
-    """The variables with which either mpirun works on this machine as on a cluster."""
+    """Return the variables with which both mpiruns work on this machine as on a cluster."""
     mpirun = f"mpirun.{implementation}"
     needs(mpirun)
     install(place, "mpirun", mpirun)
@@ -166,7 +166,7 @@ def test_kubernetes(place: Path) -> None:
     assert pod["subdomain"] == service["metadata"]["name"]
     size = job["spec"]["completions"]
     assert (size, str(size)) == (job["spec"]["parallelism"], variables["WORLD_SIZE"])
-    # Return the command of a pod, with this host instead of the service.
+    # Run the command of each pod, with this host instead of the service.
     shell, option, command = container["command"]
     assert (shell, option) == ("sh", "-c")
     with reserved_port() as port:

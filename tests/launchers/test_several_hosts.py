@@ -1,4 +1,4 @@
-"""torchrun and our launcher on several hosts, with the meeting place as an argument."""
+"""torchrun and our launcher on several hosts. An argument names the meeting place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 
 def run_on_two(hosts: VirtualHosts, command: Callable[[int], list[str]]) -> list[tuple[int, str]]:
-    """Exit code and output of the launchers on the first two hosts."""
+    """Run launchers on the first two hosts; return their exit codes and output."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     launchers = [hosts[number].popen(command(number), env=ENVIRON, **pipes) for number in range(2)]
     outputs = []
@@ -72,7 +72,7 @@ def test_torchrun_starts_a_job_again_whose_worker_has_failed() -> None:
         assert f"{rank} is through, in attempt 1" in job.stdout
 
 
-def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> None:
+def test_our_launcher_spreads_roles_over_two_hosts(hosts: VirtualHosts) -> None:
     roles = ["--role", "ps=1", "--role", "trainer=3"]
     ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, *roles, MEET))
     assert [code for code, _ in ends] == [0, 0], ends

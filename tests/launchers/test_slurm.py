@@ -40,7 +40,7 @@ touch {tmp_path}/over
     )
     log = tmp_path / "log.txt"
     slurm.run(["sbatch", "-w", "n[2,4]", f"--output={log}", str(script)], env=PYTHON_PATH, check=True)
-    # sbatch --wait asks every ten seconds.
+    # sbatch --wait would ask only every ten seconds.
     eventually((tmp_path / "over").exists, "the end of the batch script", timeout=100)
     said = log.read_text()
     assert_all_called((tmp_path / "first.txt").read_text(), ["worker0", "worker1", "worker2"], on=["n2", "n2", "n4"])
@@ -57,7 +57,7 @@ def test_heterogeneous_step_with_rank_0_off_its_first_node(slurm: SlurmCluster) 
 
 def test_with_k_a_killed_task_ends_the_others(slurm: SlurmCluster) -> None:
     done = srun(slurm, "-K1", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
-    # srun returns the largest of their codes, and ends the others by SIGTERM.
+    # srun ends the other tasks by SIGTERM, and returns the largest exit code.
     assert done.returncode == 128 + signal.SIGTERM
     assert "task 1: Killed" in done.stderr
 

@@ -1,4 +1,4 @@
-"""Workers by fork and by exec: programs write and end as under plain Python, and nothing outlives the launcher."""
+"""In workers by fork and by exec, programs write and end as under plain Python. Nothing outlives the launcher."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def taken_files(folder: Path) -> dict[str, str]:
 
 
 def assert_same_as_python(program: list[str], cwd: Path, **variables: str) -> None:
-    """Run ``program`` under Python, in a forked worker and in one that imports torch itself."""
+    """Run ``program`` under Python, in a forked worker, and in a worker by exec, and compare."""
     python = completed([sys.executable, *program], cwd, {**variables, "RANK": "0"})
     files = taken_files(cwd)
     pids = re.compile(r"pid \d+|0x[0-9a-f]+")
@@ -124,7 +124,7 @@ def assert_same_as_python(program: list[str], cwd: Path, **variables: str) -> No
 @pytest.mark.parametrize("program", ENDS)
 def test_program_writes_and_ends_as_under_python(program: str, script: Path) -> None:
     script.write_text(ENDS[program])
-    # Named by a relative path.
+    # The path is relative.
     assert_same_as_python([script.name, "a b", "--c"], script.parent, **SET.get(program, {}))
 
 
@@ -284,7 +284,7 @@ PRELOADED = {
 
 
 @pytest.mark.parametrize("case", PRELOADED)
-def test_import_that_a_fork_would_show(case: str, tmp_path: Path) -> None:
+def test_preload_that_leaves_traces_prevents_forks(case: str, tmp_path: Path) -> None:
     code, reason = PRELOADED[case]
     (tmp_path / "heavy.py").write_text(code)
     done = run("-n", 1, "--preload", "heavy", "-c", HOW, PYTHONPATH=str(tmp_path))
@@ -292,7 +292,7 @@ def test_import_that_a_fork_would_show(case: str, tmp_path: Path) -> None:
     assert re.search(re.escape(BY_EXEC) + f".*{reason}", done.stderr), done.stderr
 
 
-def test_fork_that_is_insisted_on_and_cannot_be(tmp_path: Path) -> None:
+def test_impossible_fork_is_an_error_if_it_was_demanded(tmp_path: Path) -> None:
     done = run("-n", 1, "--start", "fork", "--preload", "no_such_module", "-c", HOW)
     assert (done.returncode, done.stdout) == (ExitCode.NOT_STARTED, "")
     assert "could not all be started: no_such_module cannot be imported: ModuleNotFoundError" in done.stderr

@@ -1,4 +1,4 @@
-"""MPI and RPC in the same processes, at the same time; the argument names the one that starts first."""
+"""MPI and RPC in the same processes, at the same time. The argument names the library that starts first."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ NUMBERS = 300_000
 
 
 def start_mpi():
-    from mpi4py import MPI  # which initializes it
+    from mpi4py import MPI  # this import initializes MPI
 
     return MPI
 
@@ -53,6 +53,6 @@ calls.start()
 exchange()
 calls.join()
 rpc.shutdown()
-# Without RPC it still works.
+# MPI still works after RPC has ended.
 exchange()
 os.write(1, f"rank {world.rank} has exchanged and called {ROUNDS} times\n".encode())

@@ -1,4 +1,4 @@
-"""Worker 1 fails while the others wait for it: by an exception, or killed; with "wait" no worker fails."""
+"""Worker 1 fails while the others wait for it: by an exception or by SIGKILL. With "wait" no worker fails."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ os.write(1, f"{rank} is up, pid {os.getpid()}\n".encode())
 if sys.argv[1] == "wait":
     time.sleep(600)
 if rank == 1:
-    # The others have called by then; their errors show it.
+    # The others have called worker 1 by then, as their errors show.
     time.sleep(1)
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The group forms, and worker 1 fails; torchrun starts all workers again, and then none fails."""
+"""The group forms, and worker 1 fails. After torchrun has restarted all workers, none fails."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""worker1 ends or stops while worker0 and worker2 are in ``rpc.shutdown()``; these note the outcome."""
+"""worker1 ends or stops while worker0 and worker2 are in ``rpc.shutdown()``. These two note the outcome."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ if me == "worker1":
     elif fate == "sys.exit()":
         sys.exit()
     elif fate == "Ctrl-C":
-        os.kill(os.getppid(), signal.SIGINT)  # like the terminal
+        os.kill(os.getppid(), signal.SIGINT)  # as the terminal does
         time.sleep(1000)
 try:
     rpc.shutdown(timeout=4 if fate in ("stopped", "never calls shutdown") else 60)

@@ -1,4 +1,4 @@
-"""Worker 1 takes more and more memory, until the kernel kills it; worker 0 prints its error."""
+"""Worker 1 takes more and more memory until the kernel kills it. Worker 0 prints the error of its call."""
 
 import os
 

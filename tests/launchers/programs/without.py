@@ -1,7 +1,8 @@
-"""``without.py CALLS PROGRAM ARGUMENTS``: a program that may not make some system calls, as under Docker's seccomp.
+"""``without.py CALLS PROGRAM ARGUMENTS`` runs a program without these system calls, as under Docker's seccomp.
 
-Docker's profile depends on its version and on the kernel's. Older profiles forbid process_vm_readv and
-process_vm_writev without CAP_SYS_PTRACE, and calls that are newer than they, such as pidfd_open. They fail with EPERM.
+Docker's profile depends on its version and on the kernel's. Without CAP_SYS_PTRACE, older profiles forbid
+process_vm_readv and process_vm_writev. They also forbid calls newer than themselves, such as pidfd_open. These calls
+fail with EPERM.
 """
 
 import ctypes
