@@ -230,7 +230,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_handlers_may_call_back_with_their_tensors",
             "test_handlers_may_wait_for_each_other",
         ),
-        "Messages larger than the window pass": ("test_messages_larger_than_the_window_pass",),
+        "Messages larger than the window arrive": ("test_messages_larger_than_the_window_pass",),
         # Shortages
         "Without memory for a message, only its call fails": ("test_out_of_memory_fails_one_call_and_names_the_place",),
         "If a tensor of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
