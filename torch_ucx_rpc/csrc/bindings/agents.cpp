@@ -167,7 +167,7 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
 }
 
 // `callback(session, name, rank, has_failed, reason, has_ended)` runs on an agent thread for each peer that is gone.
-// None ends that.
+// None removes the callback.
 void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   Group::OnGone onGone;
   if (!callback.is_none()) {
@@ -180,7 +180,7 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
       delete object; // NOLINT(cppcoreguidelines-owning-memory)
     });
     onGone = [held](const Peer& peer) {
-      Executor::runHooks(); // so that taking the GIL finds the thread state that lasts
+      Executor::runHooks(); // so that taking the GIL finds the lasting thread state
       const Member& member = peer.member();
       const py::gil_scoped_acquire gil;
       try {

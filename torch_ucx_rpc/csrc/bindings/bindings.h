@@ -1,7 +1,7 @@
 #pragma once
 
-// Not torch's, which takes long to compile: sources that need its conversions include that. Every source gets the
-// conversions of the standard library: without them it would compile, and its conversions would throw.
+// Not torch's pybind.h, which takes long to compile: sources that need its conversions include it. Every source gets
+// the conversions of the standard library: without them it would compile, and its conversions would throw.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -34,7 +34,8 @@ class SleepWhilePythonEnds {
   }
 };
 
-// Releases the GIL, like py::gil_scoped_release, with which a daemon thread that comes back while Python ends aborts.
+// Releases the GIL, like py::gil_scoped_release. With that, a daemon thread that comes back while Python ends would
+// abort.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -61,7 +62,7 @@ void bindChannels(pybind11::module_& module);
 // Operators of torch whose kernels a Python compiler makes.
 void bindNativeOps(pybind11::module_& module);
 
-// Questions of the pickler about tensors, and a context in which modes do not apply.
+// Checks of tensors for the pickler, and a context in which modes do not apply.
 void bindTensors(pybind11::module_& module);
 
 // The agent's warnings.

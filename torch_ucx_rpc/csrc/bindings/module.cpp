@@ -48,9 +48,9 @@ PYBIND11_MODULE(_C, module) {
     return result;
   });
 
-  // Throws without libcrypto. Python calls this before any other worker hears of this one.
   module.def("spare_name_lookups", &spareNameLookups);
   module.def("name_lookups_spared", &nameLookupsSpared);
+  // Throws without libcrypto. Python calls this before any other worker learns of this one.
   module.def("load_libcrypto", [] { Hmac("any"); });
 
   py::enum_<DevicePool::Source>(module, "DeviceMemorySource")

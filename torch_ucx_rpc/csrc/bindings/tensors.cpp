@@ -17,7 +17,7 @@ namespace {
 
 using FunctionModes = at::impl::PythonTorchFunctionTLS;
 
-// Python's functions have modes of their own besides, such as a default device.
+// torch also has modes for its functions in Python, such as a default device.
 class OutsideAllModes {
  public:
   void enter() {

@@ -13,7 +13,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Has `receive` called with each warning; None ends that.
+// Calls `receive` with each warning from now on. None removes it.
 void setPythonsReceiver(const py::object& receive) {
   WarningReceiver receiver;
   if (!receive.is_none()) {

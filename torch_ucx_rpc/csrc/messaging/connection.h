@@ -141,7 +141,7 @@ class Connection {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
     Messages held; // see OutgoingMessage::Wait
     Bytes join; // the record of this worker, until the peer has admitted it
-    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // for their turn, by call id
+    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // until their turn comes, by call id
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have

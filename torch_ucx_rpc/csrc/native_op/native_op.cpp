@@ -23,8 +23,7 @@ namespace {
 using c10::IValue;
 using Slots = c10::SmallVector<int64_t, 64>;
 
-// Calls that write to storages of the same stripe take turns. There are more stripes than cores, so two storages seldom
-// meet in one.
+// Calls that write to storages of the same stripe take turns. There are many stripes, so two storages seldom share one.
 constexpr size_t kStripes = 64;
 std::array<std::mutex, kStripes>& stripes() {
   static auto* mutexes = new std::array<std::mutex, kStripes>(); // NOLINT(cppcoreguidelines-owning-memory): see define

@@ -37,7 +37,7 @@ struct NativeCode {
 
 struct NativeCompiler {
   // Makes the code for tensor arguments of these types, in the order of the schema. Throws the error that the caller of
-  // the operator should see. Called once for each such list, or by several threads that are the first together. The
+  // the operator should see. Called once for each such list, or once by each of several threads that need it first. The
   // code must stay.
   std::function<NativeCode(const std::vector<TensorType>&)> compile;
   // Says why the code failed with these arguments.
@@ -47,13 +47,13 @@ struct NativeCompiler {
 };
 
 // Defines the operator of this schema, for good. Its arguments are tensors, ints, floats and bools. It returns nothing,
-// or one of these types, where a tensor is a new one, or the tensor argument that has the result's alias set. The
-// caller has checked that.
+// or one value of these types. A returned tensor is new, or is the argument that has the result's alias set. The caller
+// has checked that.
 //
 // The kernel refuses arguments that the schema does not promise. A written tensor must not have elements that share
-// memory with each other or, in part, with another argument. No tensor may require grad, since there is no derivative.
-// Calls that write to the same storage take turns, across all operators of this kind, so that no update is lost. Throws
-// c10::Error.
+// memory with each other or, in part, with another argument. Where gradients are enabled, no tensor may require one,
+// since there is no derivative. Calls that write to the same storage take turns, across all operators of this kind, so
+// that no update is lost. Throws c10::Error.
 void defineNativeOp(const std::string& schema, NativeCompiler compiler);
 
 } // namespace torch_ucx_rpc

@@ -146,7 +146,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
       calls_.send(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch(type) && !Executor::isLeader()) {
     // RRef.to_here() sends this request and then waits inside torch. Waiting here first makes Ctrl-C work, and lets the
-    // caller drive its own call. Only this sends these requests.
+    // caller drive its own call.
     calls_.waitDriving(*future);
   }
   return future;

@@ -125,8 +125,8 @@ uint64_t CallClient::begin(CallTable::Call call, std::unique_ptr<OutgoingMessage
     return id;
   }
   messenger_.post(to, wire::Kind::kRequest, id, std::move(request));
-  // A call may have run out of time by now (its tensors were being sealed, or this thread did not run). It was canceled
-  // before there was a request to take back. It would wait for a peer that takes nothing in, with its memory.
+  // The call may have timed out by now, because sealing took long or this thread did not run. Then it was canceled
+  // before there was a request to take back. The request would wait, with its memory, for a peer that takes nothing in.
   if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
     messenger_.cancel({{&to, id}});
   }
@@ -329,7 +329,7 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
     messenger_.cancel(std::move(abandoned));
   }
   if (!expired.empty()) {
-    // A worker whose shared memory a dead process blocks hears nothing, so its calls time out too.
+    // A worker whose shared memory a dead process blocks gets nothing, so its calls time out too.
     messenger_.requestRepair();
   }
   return next;

@@ -82,12 +82,12 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
   // Fails a call on an agent thread, where callbacks may run; if it was to make an RRef, tells the owner first.
   void failLater(CallTable::Call call, const RpcFailure& why);
-  // A call has not made its RRef: goes on with the call until the owner has made one whose value is that error (see
+  // Continues a call that has not made its RRef, until the owner has made one whose value is the failure (see
   // failed_rref.h). Called again if the owner could not take the failure.
   void tellOwner(CallTable::Call call, std::string failure);
   // Sends the owner the failure. False if torch does not know the RRef yet.
   bool sendFailure(CallTable::Call& call);
-  // Has expire() send it.
+  // Makes expire() send the failure later.
   void sendFailureLater(CallTable::Call call, std::chrono::milliseconds delay);
   // Fails a call to a peer that is gone, or acknowledges it in the peer's place if torch needs that (syntheticAck()).
   void finishCallToLostPeer(CallTable::Call call);
@@ -97,7 +97,8 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   Timer::TimePoint expire(Timer::TimePoint now);
   // Puts an expired call back, to be looked at again at `when`.
   void expireLater(CallTable::Expired expired, Timer::TimePoint when);
-  // To be called when a call was put into the table, where no peer has to be sent to.
+  // To be called after a call was put into the table without a message to its peer. Fails all calls if shutdown has
+  // begun.
   void failAllIfClosed();
 
   const DeviceMaps& deviceMaps_;

@@ -40,7 +40,7 @@ class CallTable {
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
     EagerCredit eager; // given back with the call
 
-    // When its time is up. `deadline` is when the table lets it expire, which may be earlier.
+    // When its time is up. The table lets it expire at `deadline`, which may be earlier.
     Clock::time_point end() const {
       return timeout.count() != 0 ? sentAt + timeout : Clock::time_point::max();
     }

@@ -117,7 +117,7 @@ std::shared_ptr<Channel::Sent> Channel::put(
     const std::lock_guard lock(mutex_);
     sending_.emplace(number, sent);
   }
-  // Read after the account is charged: a thread that marks the peer gone later finds the charge.
+  // The peer's state is read after the account is charged: a thread that marks the peer gone later finds the charge.
   if (to.state() != Peer::State::kPresent || lifetime_.isClosed()) {
     {
       const std::lock_guard lock(mutex_);
@@ -192,7 +192,7 @@ std::shared_ptr<Channel::Expected> Channel::post(
       matchLocked(arrival, expected, after);
     }
   }
-  // Read after it is in its slot: a thread that marks the peer gone later finds it there.
+  // The peer's state is read after `expected` is in its slot: a thread that marks the peer gone later finds it there.
   if (!from.isThere()) {
     onPeerGone(from);
   }
@@ -237,7 +237,7 @@ void Channel::cancel(const std::shared_ptr<Expected>& expected) {
       if (arrival->state == Arrival::State::kDropped) {
         break;
       }
-      // The next one that expects the value gets it. It may wait already.
+      // The next wait for this value gets it. There may be one already.
       if (const ExpectedPtr next = takeExpectedLocked(expected->from, {name.group, name.epoch, name.tag})) {
         next->isInOthersMemory = arrival->isInOthersMemory;
         next->isMatched = true;
@@ -310,7 +310,7 @@ void Channel::carryOut(Aftermath& after) {
 }
 
 void Channel::shutDown() {
-  std::unordered_map<std::string, Group> dead; // dies without the lock
+  std::unordered_map<std::string, Group> dead; // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     dead.swap(groups_);

@@ -30,14 +30,15 @@ namespace torch_ucx_rpc {
 // One-way tensors: a worker puts a value under a tag of another worker, where it waits to be taken. No function runs
 // for it and no thread is woken, except one that waits for this value; that thread drives while it waits.
 //
-// A value is known by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
-// earlier epoch are dropped, and their senders told; those of a later epoch wait.
+// A value is identified by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
+// earlier epoch are dropped, and their senders learn that. Values of a later epoch wait.
 //
 // Bounds on values that are not taken:
-// - Small tensors come along with the value. A sender has kOpenBodyBytes of them at a receiver that the receiver has
-//   not taken, and put() blocks beyond that. Receivers say what they have taken, a part of that at a time.
-// - Large tensors wait at their sender. They are received when the value is expected, or as long as kUntakenBytes of
-//   values that are not expected have not been taken. A sender lends kLentBytes to a receiver, and put() blocks beyond.
+// - Small tensors travel in the body of the put. A sender may have kOpenBodyBytes of untaken bodies at a receiver, and
+//   put() blocks beyond that. Receivers report what they have taken after each quarter of that.
+// - Large tensors wait at their sender. They are received when the value is expected, or while all values that are here
+//   but not expected stay within kUntakenBytes. A sender lends at most kLentBytes to a receiver, and put() blocks
+//   beyond that.
 //
 // A large tensor is received straight into the tensor that was posted for it, if that has the same layout, is on the
 // CPU and contiguous. Thread-safe.
@@ -80,7 +81,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Waits for the value, and returns it; once only. Throws RpcFailure. A value that has not come by `timeout` (0: none)
   // is no longer expected. Throws std::invalid_argument if it does not fit what was posted.
   Value wait(const std::shared_ptr<Expected>& expected, std::chrono::milliseconds timeout);
-  // Expects the value no longer. If it has begun to arrive in tensors that were posted, they may still be written.
+  // Stops expecting the value. If it has begun to arrive in tensors that were posted, they may still be written.
   void cancel(const std::shared_ptr<Expected>& expected);
 
   // Ends all waits.
@@ -116,7 +117,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   using ExpectedPtr = std::shared_ptr<Expected>;
   using Number = std::pair<const Peer*, uint64_t>; // of a put that has come: its sender, and the sender's number
 
-  // The values of one tag, or what expects them: one of the two is empty.
+  // The values of one tag, or the waits for such values: one of the two is empty.
   struct Slot {
     std::deque<ArrivalPtr> arrivals;
     std::deque<ExpectedPtr> expected;
@@ -126,13 +127,13 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
     uint64_t epoch = 0;
     std::map<uint64_t, std::unordered_map<std::string, Slot>> slots; // by epoch, then by sender and tag
   };
-  // This worker's values at another one, and its debts to it.
+  // This worker's values at a peer, and its debts to the peer.
   struct Account {
     std::atomic<uint64_t> openBodyBytes{0}; // bodies of this worker's puts that the peer has not taken
     std::atomic<uint64_t> lentBytes{0}; // tensors of puts that have not left
     // Guarded by mutex_:
     uint64_t owedBytes = 0; // bodies of the peer's puts that were taken here and not yet reported
-    std::unordered_map<std::string, uint64_t> refused; // groups in which it has dropped a put, and their epochs there
+    std::unordered_map<std::string, uint64_t> refused; // groups whose puts the peer has dropped, and epochs there
   };
   // The consequences of an action, handled without the lock: operations of the messenger, and the deaths of messages
   // and tensors.
@@ -143,7 +144,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   bool waitUntil(const IsDone& isDone, Clock::time_point deadline);
   static Clock::time_point deadlineOf(std::chrono::milliseconds timeout);
   void wakeWaiting(const std::optional<Driver>& driver);
-  // Throws if an epoch is over here.
+  // Throws if the group is closed on this worker, or in a later epoch.
   void checkEpochLocked(const Name& name) const;
   RpcFailure shutDownFailure() const;
   RpcFailure epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const;
@@ -153,9 +154,9 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // The slot of a value, made if need be.
   Slot& slotLocked(const Peer& from, const Name& name);
   void forgetIfEmptyLocked(const Peer& from, const Name& name);
-  // The first that expects this value, or null. It leaves its slot.
+  // Takes the first wait for this value out of its slot. Null if there is none.
   ExpectedPtr takeExpectedLocked(const Peer& from, const wire::PutName& name);
-  // Gives a value to what expects it.
+  // Gives a value to the wait for it.
   void matchLocked(const ArrivalPtr& arrival, const ExpectedPtr& expected, Aftermath& after);
   // Notes that a body was taken or dropped.
   void addOwedLocked(Peer& from, uint64_t bodyBytes, Aftermath& after);

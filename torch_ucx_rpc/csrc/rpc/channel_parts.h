@@ -57,12 +57,12 @@ class Channel::Expected {
   // Guarded by the channel's mutex until isDone:
   bool isMatched = false; // a value is being received for it
   IncomingMessage message;
-  bool isInOthersMemory = false; // the message is in tensors that were posted for another one
+  bool isInOthersMemory = false; // the message is in tensors that were posted for another wait
   std::optional<RpcFailure> failure;
   std::atomic<bool> isDone{false};
 };
 
-// A value in its slot, or on its way to what expects it.
+// A value in its slot, or on its way to the wait for it.
 struct Channel::Arrival {
   enum class State : uint8_t {
     kHeld, // its spans wait at the sender

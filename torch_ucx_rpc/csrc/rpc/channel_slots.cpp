@@ -1,4 +1,4 @@
-// The part of Channel that takes in values, and brings them together with what expects them.
+// The part of Channel that takes in values, and matches them with the waits for them.
 
 #include "rpc/channel_parts.h"
 
@@ -238,7 +238,7 @@ void Channel::matchLocked(const ArrivalPtr& arrival, const ExpectedPtr& expected
 
 void Channel::dropLocked(const ArrivalPtr& arrival, Aftermath& after) {
   after.dead.push_back(arrival);
-  if (arrival->state == Arrival::State::kReceiving) { // what follows its end comes with onPut() or onPutRejected()
+  if (arrival->state == Arrival::State::kReceiving) { // onPut() or onPutRejected() does the rest
     arrival->state = Arrival::State::kDropped;
     freeUntakenLocked(std::exchange(arrival->untakenBytes, 0), after);
     return;
@@ -280,7 +280,7 @@ void Channel::freeUntakenLocked(uint64_t bytes, Aftermath& after) {
 void Channel::endEpochsLocked(
     const std::string& name, Group& group, uint64_t before, const RpcFailure& why, Aftermath& after) {
   const auto end = group.slots.lower_bound(before);
-  std::set<Peer*> senders; // for dropped values: each is reported once
+  std::set<Peer*> senders; // of dropped values; each sender gets one report
   for (auto epoch = group.slots.begin(); epoch != end; ++epoch) {
     for (auto& [key, slot] : epoch->second) {
       for (const ExpectedPtr& expected : slot.expected) {

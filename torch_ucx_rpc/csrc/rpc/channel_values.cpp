@@ -1,4 +1,4 @@
-// The part of Channel that makes messages of values, and values of messages.
+// The part of Channel that turns values into messages, and messages into values.
 
 #include "rpc/channel_parts.h"
 #include "tensors/tensor_codec.h"
@@ -22,7 +22,7 @@ namespace {
 
 constexpr auto kValueType = rpc::MessageType::UNKNOWN;
 
-// A body of the value that is too large to come along, until the receiver has fetched it.
+// Owns the body of a value that is too large to travel with the put, until the receiver has fetched it.
 class BodyLender final : public Lender {
  public:
   BodyLender(Bytes body, std::unique_ptr<Lender> rest) : body_(std::move(body)), rest_(std::move(rest)) {}

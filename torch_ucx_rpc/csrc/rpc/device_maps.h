@@ -13,8 +13,8 @@
 
 namespace torch_ucx_rpc {
 
-// Says on which devices the tensors of this worker's messages arrive, by the name of the receiver, and on which streams
-// those that arrive here are used. The callers choose the maps for answers. Thread-safe.
+// Says on which devices the tensors of this worker's messages arrive, by the name of the receiver. Also chooses the
+// streams for messages that arrive here. The callers choose the maps for answers. Thread-safe.
 class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;
@@ -23,8 +23,8 @@ class DeviceMaps {
   explicit DeviceMaps(int streamPriority = 0, Error deviceMemoryRefusal = {})
       : streamPriority_(streamPriority), deviceMemoryRefusal_(std::move(deviceMemoryRefusal)) {}
 
-  // `devices` are the devices of this worker that RPC uses besides the CPU, all of one type. Warns with the first ones
-  // if their memory will be copied through the host's.
+  // `devices` are the devices of this worker that RPC uses besides the CPU, all of one type. Warns when the first
+  // devices are set, if their memory will be copied through host memory.
   void set(ByWorker requests, ByWorker answers, Devices devices) {
     if (deviceMemoryRefusal_ && !devices.empty() && devices_.get().empty()) {
       warn(

@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kForEver = Clock::time_point::max();
 // For how long a thread in join() waits for owners that are still making RRefs whose references torch has deleted here.
-// An owner that gets the deletions too late has torch complain about leaks.
+// If an owner gets the deletions too late, torch complains about leaks.
 constexpr auto kDeletionPatience = std::chrono::seconds(1);
 // How often a thread in join() looks whether calls have ended.
 constexpr auto kPoll = std::chrono::milliseconds(1);
@@ -232,7 +232,7 @@ Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout)
 }
 
 // Ends after two rounds in a row in which no worker had a call open, nor opened one in between. One round is not
-// enough: a worker that has reported may still be asked for something by one that has not.
+// enough: a worker that has not reported may still call one that has.
 void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout) {
   if (isDynamic()) {
     leave(timeout.count() != 0 ? timeout : defaultTimeout);

@@ -43,8 +43,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // Removes a member that has gone without a goodbye to this worker.
   void removeMember(uint64_t session);
 
-  // References stay valid for as long as the agent lives. All three throw RpcFailure, which names the workers that do
-  // exist.
+  // References stay valid for as long as the agent lives. All three throw an RpcFailure that names the existing
+  // workers, if there is no such worker.
   const WorkerInfo& info(const std::string& name) const;
   const WorkerInfo& info(Rank rank) const;
   Peer& peer(const std::string& name) const {
@@ -58,8 +58,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   Barrier::Result barrier(int64_t value, std::chrono::milliseconds timeout);
 
   // Ends gracefully. In a static group it ends when no living worker waits for an answer any more. It then throws an
-  // RpcFailure that names the workers that have died, if any. In a dynamic group this worker leaves, and it returns
-  // when the worker has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none, or
+  // RpcFailure that names the workers that have died, if any. In a dynamic group this worker leaves, and join() returns
+  // when it has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none, or
   // `defaultTimeout` in a dynamic group.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 
@@ -109,7 +109,7 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
 
   const WorkerInfo& infoOf(const Peer& peer) const;
   void onSizeChange();
-  // The peers that are there, and have not done this.
+  // The peers that are there and for which `done` is false.
   std::vector<WorkerInfo> without(std::atomic<bool> Peer::* done) const;
   void leave(std::chrono::milliseconds timeout);
   bool hasAnsweredAll() const;

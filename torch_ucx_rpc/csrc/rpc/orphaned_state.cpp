@@ -19,7 +19,7 @@ using torch::distributed::autograd::DistAutogradContainer;
 
 namespace {
 
-// How often state of workers that are gone is looked for.
+// How often the task looks for state of gone workers.
 constexpr auto kReleasePeriod = std::chrono::seconds(1);
 // How many passes after the last end look for everything.
 constexpr int kPasses = 10;
@@ -130,7 +130,7 @@ bool OrphanedState::mayStillGetValue(const RRefId& id) const {
   if (holder->isThere()) {
     return !isDynamic_ || holder->canHaveMadeRRef(id.localId_);
   }
-  // A request that came before its caller's goodbye is handled all the same.
+  // A request that came before its caller's goodbye is still handled.
   return holder->state() == Peer::State::kLeft && holder->requestsOpen.load() != 0;
 }
 

@@ -16,7 +16,7 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::RequestCallback;
 using torch::distributed::rpc::RpcAgent;
 
-// Releases the state that workers which are gone leave behind in torch here: contexts of distributed autograd that they
+// Releases the state that gone workers leave behind in this worker's torch: contexts of distributed autograd that they
 // opened, references to RRefs of this worker, and waits for values that they were to make. Does so at their end, and
 // for a while after it, because handlers that still run make more of it. Does nothing for an agent that is not torch's
 // current one: torch keeps this state once for a process. Thread-safe.
@@ -39,7 +39,7 @@ class OrphanedState final : public PeerObserver, private AgentParts {
   void closeContextsOfOthers() const;
 
   // Releases all remaining references to RRefs of this worker, of any holder. For a shutdown in which a worker has died
-  // and the living have deleted their references: torch would wait for those of the dead.
+  // and the living have deleted their references: torch would wait for the references of dead workers.
   void releaseReferences() const;
 
   // PeerObserver.

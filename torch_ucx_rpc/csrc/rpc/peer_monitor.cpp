@@ -24,7 +24,7 @@ PeerMonitor::PeerMonitor(
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   for (Peer* peer : peers) {
-    // Group passes all present peers each time, and several threads may.
+    // Group passes all present peers each time, and several threads may do so at once.
     if (peer->member().session == self.session || peer->isWatched.exchange(true)) {
       continue;
     }
@@ -64,7 +64,8 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
 // All but the first and the last go through EventBuffer::addFailure(), and so come after everything that has arrived:
 // what the peer sent before its end counts.
 void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
-  // An end may be seen in several ways at once. Only the call that moves the state goes on, so observers hear once.
+  // An end may be seen in several ways at once. Only the call that moves the state goes on, so observers learn of it
+  // once.
   if (lifetime_.isClosed() || isEverybodyLeaving_.load() || !peer.moveTo(state, std::move(why))) {
     return;
   }
@@ -79,8 +80,8 @@ void PeerMonitor::sayGoodbye() {
   if (isEverybodyLeaving_.load()) {
     return;
   }
-  // Only peers that were met, and neighbours, hear it. The process watch of a neighbour would take the end for a crash.
-  // If all peers heard it, each worker of a job of a thousand that fails would connect to each other one.
+  // Only peers that were met, and neighbours, get it. The process watch of a neighbour would take the end for a crash.
+  // If all peers got it, each worker of a failing job of a thousand would connect to all others.
   for (Peer* peer : directory_.all()) {
     const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
     if (wasMet && peer->isThere() && peer->member().session != self_.session) {
@@ -112,7 +113,7 @@ void PeerMonitor::onBroken(Peer& peer) {
 void PeerMonitor::setEverybodyLeaving() {
   isEverybodyLeaving_.store(true);
   for (Peer* peer : directory_.all()) {
-    peer->mayResume.store(false); // workers that end early must not be searched for
+    peer->mayResume.store(false); // this worker must not try to reach those that end early
   }
 }
 
@@ -127,7 +128,7 @@ void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
 
 Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
   messenger_.progress().submit([this, now] { checkHeartbeatsWithWorkerLock(now); });
-  messenger_.requestRepair(); // a worker that only answers has no call that would time out and show that it is deaf
+  messenger_.requestRepair(); // a worker that makes no calls has none that would time out if it is deaf
   return now + heartbeat_.period();
 }
 

@@ -40,7 +40,7 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
   }
 
   // Tells peers that this worker ends, so that none of them takes it for a crash. All of this worker's answers must
-  // have been sent: a peer that hears the goodbye awaits none any more. Says nothing if all workers are leaving.
+  // have been sent: a peer that gets the goodbye awaits no more answers. Says nothing if all workers are leaving.
   void sayGoodbye();
 
   // PeerHandler.
@@ -55,7 +55,7 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
   // Connects the lifeline of a peer that has just been heard, where the transport does not notice its end.
   void connectLifelineWithWorkerLock(Peer& peer);
-  // The port of the lifeline is closed: the process has ended.
+  // To be called when the port of the lifeline is closed: the process has probably ended.
   void onLifelineCutWithWorkerLock(Peer& peer);
 
   const bool mayResume_;

@@ -24,7 +24,7 @@ namespace rpc = torch::distributed::rpc;
 namespace {
 
 // torch asks each tensor of an answer for its storage (Message::getStorages()), before the encoder can refuse one that
-// has none. So its text, which says neither whose tensor it is nor the cure, gets ours.
+// has none. This replaces torch's text, which names neither the tensor's message nor the cure.
 std::string explained(std::string_view what, const Peer& to) {
   constexpr std::string_view kNoStorage = "Cannot access storage of ";
   if (!what.starts_with(kNoStorage)) {
@@ -230,7 +230,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
 }
 
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) {
-  if (why.code() == ErrorCode::kDeviceFailed && !hasLeftInPart) { // over the tensors of the answer; an error has none
+  if (why.code() == ErrorCode::kDeviceFailed && !hasLeftInPart) { // the answer's tensors caused it; an error has none
     answerWithError(to, callId, why.message());
   } else if (to.isThere() && !lifetime_.isClosed()) {
     // The caller may have some parts of the answer, and would wait for the others.

@@ -74,7 +74,7 @@ class RequestServer final : public RequestHandler, private AgentParts {
   void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) override;
 
  private:
-  // Waits for the future that its handler has returned.
+  // A request that waits for the future that its handler has returned.
   struct AsyncRequest {
     OpenRequest open;
     std::shared_ptr<void> making; // see RRefHolders::note()
@@ -96,7 +96,7 @@ class RequestServer final : public RequestHandler, private AgentParts {
   void refuse(Peer& to, uint64_t callId, const Error& why);
   // The error as the caller reads it.
   Error couldNotReceive(const Error& error) const;
-  // The error of a request that no thread can be had for.
+  // The error of a request for which there is no thread.
   Error describeNesting() const;
 
   const RequestCallback& callback_;

@@ -16,10 +16,10 @@ using torch::distributed::rpc::Message;
 
 // The RRefs that other workers are to make for this one, from rpc.remote() to the answer of their owner.
 //
-// The owner makes the value even if rpc.remote() has timed out meanwhile. But torch gives its reference up then, and an
-// owner forgets the deletion of a reference that it does not know yet: it would keep the value for ever. So the
-// deletion is sent again when the owner has answered. (The first one counts where a function returns a future: the
-// owner knows the reference then, and answers later or never.) Thread-safe.
+// The owner makes the value even if rpc.remote() has timed out meanwhile. But torch then gives up its reference, and
+// the owner ignores the deletion of a reference that it does not know yet. It would keep the value for ever. So the
+// deletion is sent again when the owner has answered. (If the function returns a future, the first deletion counts: the
+// owner knows the reference by then, and answers later or never.) Thread-safe.
 class UnmadeRRefs {
  public:
   using ForkId = torch::distributed::rpc::ForkId;
@@ -28,7 +28,7 @@ class UnmadeRRefs {
   // To be called before the request is sent.
   void add(uint64_t callId, const Peer& owner);
 
-  // rpc.remote() has timed out. From now on torch may delete this reference.
+  // To be called when rpc.remote() has timed out. From then on torch may delete this reference.
   void giveUp(uint64_t callId, const ForkId& reference);
 
   // To be called with each request that deletes a reference (RREF_USER_DELETE).
@@ -36,10 +36,11 @@ class UnmadeRRefs {
   // Whether a deletion is to be sent again.
   bool owesAny() const;
 
-  // The owner has answered, or never will. Returns the deletion that is to be sent again; null if there is none.
+  // To be called when the owner has answered, or never will. Returns the deletion that is to be sent again; null if
+  // there is none.
   c10::intrusive_ptr<Message> take(uint64_t callId, const Peer& owner);
 
-  // The owner is gone.
+  // To be called when the owner is gone.
   void forget(const Peer& owner);
 
   bool isAwaited(uint64_t callId, const Peer& owner) const;

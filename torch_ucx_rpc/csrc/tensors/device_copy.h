@@ -16,8 +16,8 @@ c10::Allocator* allocatorOf(const c10::DeviceType& type);
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
 
 // Copies memory of the host, or of the device `to` itself, into new memory of that device, in the order of its current
-// stream and without waiting for the copy. Takes any memory. The device's, and that of allocatePinned(), is kept until
-// the copy is done.
+// stream and without waiting for the copy. Takes any such memory. Keeps device memory, and memory of allocatePinned(),
+// until the copy is done.
 c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to);
 
 // Allocates pinned host memory, from torch's pool for this type of devices.

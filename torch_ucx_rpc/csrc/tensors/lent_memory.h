@@ -6,7 +6,7 @@
 namespace torch_ucx_rpc {
 
 // Whether the storage owns its memory alone, so that lending can keep the memory. Memory of at::from_blob() without a
-// deleter has no owner. Copy-on-write storages share their memory in a way of torch's. Such memory must be copied.
+// deleter has no owner. torch itself shares the memory of copy-on-write storages. Memory of both kinds must be copied.
 bool isMemoryOwned(const c10::Storage& storage);
 
 // Memory that a message lends to the transport. It stays allocated as long as this object lives, even if its tensor

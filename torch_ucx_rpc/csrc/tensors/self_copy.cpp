@@ -32,7 +32,7 @@ Error copyForSelf(OutgoingMessage& message, IncomingMessage& arrived) {
         devices.push_back(span.to);
       }
     }
-    arrived.pendingWork = DeviceWork(currentStreams(devices)); // in which the copies wait
+    arrived.pendingWork = DeviceWork(currentStreams(devices)); // the copies wait in these streams
   } catch (const c10::Error& failure) {
     return deviceFailed(failure);
   } catch (const std::bad_alloc&) {

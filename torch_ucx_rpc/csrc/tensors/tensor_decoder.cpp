@@ -121,7 +121,7 @@ class Decoder {
     if (device.is_cpu()) {
       return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
     }
-    // Spans from the sender's host memory arrive in the host's.
+    // Spans from the sender's host memory arrive in host memory.
     if (span.data.device() != device || span.isBesidePool) {
       span.data = moveToDevice(std::move(span.data), span.bytes, device);
     }
@@ -147,8 +147,8 @@ class Decoder {
     return dtype;
   }
 
-  // Makes the tensor of the next record. A tensor of several parts takes those from the records that follow. Parts have
-  // no parts (readBody() has checked that), so a peer cannot make this recurse deeply.
+  // Makes the tensor of the next record. A tensor with children takes them from the records that follow. Children have
+  // no children (readBody() has checked that), so a peer cannot make this recurse deeply.
   at::Tensor next() {
     const BodyView::Tensor& tensor = view_.tensors[position_++];
     const TensorRecord& record = tensor.record;

@@ -159,7 +159,7 @@ class Encoder {
     if (const std::optional<std::string> why = whyUnsendable(tensor)) {
       refuse(part, *why);
     }
-    (void)targetOf(tensor.device()); // throws where it has none
+    (void)targetOf(tensor.device()); // throws if the device has no target
     switch (tensor.layout()) {
       case at::kStrided:
         if (tensor.is_quantized()) {
@@ -268,7 +268,7 @@ class Encoder {
       refuse(nullptr, c10::str("has dtype ", tensor.scalar_type(), " on ", tensor.device(), "; dequantize it first"));
     }
     at::Tensor memory = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
-    // torch counts a byte for each element that a view begins after, too: it may begin beyond the end.
+    // torch also counts a byte for each element before the start of a view, so the view may begin beyond the end.
     const uint64_t stored = tensor.storage().nbytes();
     const uint64_t present = stored - std::min<uint64_t>(stored, static_cast<uint64_t>(tensor.storage_offset()));
     std::memcpy(memory.mutable_data_ptr(), tensor.const_data_ptr(), std::min(bytes, present));
