@@ -75,7 +75,7 @@ def _runs(command: str) -> bool:
 
 @contextlib.contextmanager
 def _without_collections() -> typing.Iterator[None]:
-    """Keep Python's collector from walking imported objects, of which nearly all stay, torch's above all."""
+    """Keep Python's collector from walking the imported objects, mostly torch's: nearly all of them stay."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -178,9 +178,9 @@ def _check_path(name: str, value: Any) -> str | None:
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options of ``init_rpc(backend="UCX", rpc_backend_options=...)``.
 
-    Each has a default, can be set as an attribute too, and is checked at once: an unknown name or a wrong type raises
-    TypeError, an impossible value ValueError. ``init_rpc`` takes a copy. Options can be compared, pickled, and pasted
-    back from their ``repr``.
+    Each has a default, and can be set as an attribute too. It is checked at once: an unknown name or a wrong type
+    raises TypeError, an impossible value ValueError. ``init_rpc`` takes a copy. Options can be compared, pickled, and
+    pasted back from their ``repr``.
 
     Args:
         num_worker_threads (int): threads that run the calls other workers make here (default: 16). With more of them,

@@ -28,7 +28,7 @@ class ExpendableStore:
     def attempt(self) -> Iterator[None]:
         """Give up the block if the Store has ended, or does not answer within some 5 s.
 
-        A Store over TCP that has ended fails at once. One in a deleted file looks for it until the Store's timeout, a
+        A Store over TCP that has ended fails at once. A Store in a deleted file looks for the file until its timeout, a
         minute by default, and the end of the process would wait for that.
         """
         with self._lock, contextlib.suppress(DistError):

@@ -16,8 +16,8 @@ Only rank 0 reads the records, and judges them when enough have come or time is 
 members, or raises the same error. Requests to the Store, and its bytes, grow linearly with the number of workers. A
 worker reads one part after the other: the Store keeps a copy of each answer that is under way.
 
-Workers wait by asking again, in growing intervals. A wait inside the Store would be deaf to Ctrl-C, since it is in C++,
-and would warn on stderr whenever it ends without a result.
+Workers wait by asking again, in growing intervals. A wait inside the Store would ignore Ctrl-C, since it is in C++, and
+would warn on stderr whenever it ends without a result.
 """
 
 from __future__ import annotations

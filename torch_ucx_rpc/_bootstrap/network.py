@@ -2,7 +2,7 @@
 
 UCX takes the fastest interface of a host, even if it does not lead to the other hosts: a bridge of containers, or a
 network card with another cable. The interface to the Store does lead there. InfiniBand is always included: its devices
-are no network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
+are not network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _plain_fields() -> dict[str, type]:
 def _device(text: object) -> torch.device:
     # torch.device would take numbers too, and mean GPUs of this machine.
     if not isinstance(text, str):
-        raise TypeError(f"{text!r} is no device")
+        raise TypeError(f"{text!r} is not a device")
     return torch.device(text)
 
 

@@ -1,8 +1,8 @@
 """The Store through which the workers of a job find each other.
 
 Rank 0 opens it at the address of ``init_method`` and the others connect to it, as with
-``torch.distributed.rendezvous``. But here rank 0 does not wait in C++, deaf to Ctrl-C, for workers that may never come.
-``members`` waits for the workers.
+``torch.distributed.rendezvous``. But here rank 0 does not wait for the workers in C++, where Ctrl-C would have no
+effect. ``members`` waits for them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _limit_waits(store: Store, timeout: float) -> None:
 
 
 def _check_folder(url: ParseResult) -> None:
-    """torch's FileStore would wait for minutes for a folder to appear, deaf to Ctrl-C."""
+    """torch's FileStore would wait minutes for a folder to appear, and ignore Ctrl-C."""
     folder = Path(url.path).parent
     if not folder.is_dir():
         raise ValueError(
@@ -164,7 +164,8 @@ def check_port(number: str) -> int:
 
 
 class JobAddress(NamedTuple):
-    """The places where rank 0 of a job may open its Store: one of the hosts, at its first free one of the ports."""
+    """The places where rank 0 of a job may open its Store: on one of the hosts, at the first of the ports that is free
+    there."""
 
     job: str
     hosts: tuple[str, ...]
@@ -274,8 +275,8 @@ def _create_tcp_store(
         )
 
     try:
-        # Longer than TCPStore's own timeout: it overruns that by its last pause, and does not apply it to a server that
-        # never answers.
+        # Longer than TCPStore's own timeout. TCPStore overruns that by its last pause, and does not apply it to a
+        # server that never answers.
         return _interruptible(create, answer_s + 2 * _ANSWER_S)
     except (DistError, TimeoutError) as error:
         if is_server and "EADDRINUSE" in str(error):

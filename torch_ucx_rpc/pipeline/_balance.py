@@ -18,7 +18,8 @@ __all__ = ["balanced", "timed"]
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Return how many neighbours of ``costs`` go into each stage so that the dearest stage is as cheap as can be.
+    """Return how many consecutive ``costs`` go into each stage, so that the most expensive stage is as cheap as
+    possible.
 
     Dynamic programming finds the exact optimum; among equals the sum of squares decides, so that the other stages are
     even too.
@@ -27,7 +28,8 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 
     @functools.cache
     def best(end: int, count: int) -> tuple[float, float, tuple[int, ...]]:
-        """Divide the first ``end`` costs into ``count`` stages. Returns the dearest, the sum of squares, the counts."""
+        """Divide the first ``end`` costs into ``count`` stages. Returns the highest cost, the sum of squares, and the
+        counts."""
         if count == 1:
             return sums[end], sums[end] ** 2, (end,)
         found = []

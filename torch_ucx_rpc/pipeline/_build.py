@@ -97,7 +97,7 @@ def restored(module: nn.Module) -> Iterator[None]:
             # A forward may replace a buffer by another tensor.
             buffers.update(named)
         for buffer, old in values:
-            # .data does not tell autograd that a buffer which it has kept has changed.
+            # A write to .data is hidden from autograd, which may have kept the buffer.
             buffer.data.copy_(old)
 
 

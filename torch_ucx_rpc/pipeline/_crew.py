@@ -244,7 +244,7 @@ class Crew:
                     raise
 
     def _gather(self, tag: str) -> dict[int, Any]:
-        """Return what all workers send under a tag, by row; less if the epoch ends."""
+        """Return what all workers send under a tag, by row; fewer if the epoch ends."""
         epoch, watch = self.present, _Watch(self.places, self._step_timeout)
         found: dict[int, Any] = {}
         while epoch.cut is None:

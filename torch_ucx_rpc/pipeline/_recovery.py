@@ -44,7 +44,7 @@ class _Checkpoint:
 
 
 class Recovery:
-    """Gives orders, again after losses: it has the spares, the last checkpoint, and the journal since.
+    """Gives orders, and repeats them after losses. It has the spares, the last checkpoint, and the journal since then.
 
     It belongs to the driver's thread.
     """

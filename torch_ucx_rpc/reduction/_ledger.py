@@ -70,7 +70,7 @@ class Standing:
 class Ledger:
     """The steps of one model in one epoch, as its decider keeps them.
 
-    Each change of a report is followed by `_decide`, which looks at all of them. Trainers are known by their names.
+    After each change of a report, `_decide` looks at all reports. Trainers are known by their names.
 
     Attributes:
         openings (list): openings for all trainers and hosts; the caller takes them away.
@@ -135,8 +135,8 @@ class Ledger:
         self._decide()
 
     def refuse(self, number: int, name: str, reason: str) -> None:
-        """Refuse the step of a generation, which a host cannot make: the gradients of one trainer do not fit, or none
-        would."""
+        """Refuse the step of a generation, which a host cannot make: the gradients of one trainer do not fit, or the
+        host cannot sum any (``name`` is "")."""
         opening = self._opening
         if opening is not None and number == opening.generation:
             self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))
@@ -240,7 +240,7 @@ class Ledger:
             return
         else:
             counting = trainers.keys() - late
-            # A trainer that is to apply the committed step has its gradients of that one.
+            # A trainer that still has to apply the committed step has only the gradients of that step.
             present = {name for name in counting & holders if trainers[name].step in (self._step, NEVER)}
             ready = {name for name in present if trainers[name].is_ready}
             is_enough = len(ready) >= (len(counting) if self._step < self._whole else min(self.quorum, len(counting)))
@@ -262,12 +262,13 @@ class Ledger:
         }
 
     def _find_holders(self, trainers: Mapping[str, Report]) -> set[str]:
-        """Choose trainers whose state becomes the model's, since none has that; none if it is too early."""
+        """Choose trainers whose state becomes the model's, since no trainer has the model's. Returns none if it is too
+        early."""
         latest = max(_latest(one) for one in trainers.values())
         if latest[1] != NEVER and self._spec.optimizer is None:
             self._step, self._committed = latest
             if not (holders := self._holders(trainers)):
-                # This trainer fell behind a later state, and all trainers with that have ended.
+                # This trainer fell behind a later state, and all trainers with that state have ended.
                 self._first = self._sorted(name for name, one in trainers.items() if _latest(one) == latest)[0]
                 holders = {self._first}
             return holders

@@ -105,7 +105,7 @@ class Opening(NamedTuple):
     # The host of each shard.
     hosts: tuple[str, ...]
     spec: Spec
-    # A trainer whose gradients do not fit ("" for all), and why.
+    # The trainer whose gradients do not fit, or "" if a host cannot sum, and why.
     refusal: tuple[str, str] | None = None
     # No trainer is left.
     is_over: bool = False
@@ -118,7 +118,7 @@ class Opening(NamedTuple):
 def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept]) -> tuple[str, ...]:
     """Return the living host of each shard; none if trainers share the work.
 
-    If several hosts have the parameters of a shard, the furthest one is taken.
+    If several hosts have the parameters of a shard, the one with the latest step is taken.
     """
     names = [name for name in spec.hosts if name in living]
     if spec.optimizer is None or not names:

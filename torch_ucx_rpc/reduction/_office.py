@@ -369,7 +369,8 @@ class Office:
                     self._drop(key, Channel(channel_of(key), epoch=known.generation))
 
     def refuse(self, opening: Opening, name: str, reason: str) -> None:
-        """Report that a step cannot be done: the gradients of one trainer do not fit, or none would ("")."""
+        """Report that a step cannot be done: the gradients of one trainer do not fit, or this host cannot sum any
+        ("")."""
         with self.changed:
             epoch = self.epoch
         if epoch is not None and epoch.number == opening.epoch:

@@ -35,9 +35,11 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
             come later are dropped. The same for all trainers. (default: all present trainers)
 
     Raises TypeError for gradients that are not floating point; ValueError for sparse gradients, for other shapes than
-    the server's, and for a quorum above the number of trainers; RuntimeError if a step is not completed within
-    ``rpc_timeout`` (naming the missing trainers), if all hosts are lost, or if others have closed a step without this
-    trainer, so that it has missed a mean.
+    the server's, and for a quorum above the number of trainers.
+
+    Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. It also
+    raises that if all hosts are lost, or if others have closed a step without this trainer, so that it has missed a
+    mean.
 
     Example::
 

@@ -201,8 +201,8 @@ def _become_worker(environ: dict[str, str], command: bytes) -> None:
     # os.fork() does not update the main thread's id.
     if "threading" in sys.modules:
         sys.modules["threading"].main_thread()._set_native_id()
-    # The starter's __main__ is frozen: at exit, Python would not see that the program's globals are garbage, and lose
-    # what their files have not written yet.
+    # The starter's __main__ is frozen (gc.freeze). At exit, Python would not see that the program's globals are
+    # garbage, and files among them would lose unwritten data.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
