@@ -1,4 +1,5 @@
-"""Workers of the tests of failures: they die, stay until they may leave, or return the failure of a call."""
+"""Bodies of workers for tests of failures: a worker dies, stays until it may leave, or returns the failure of a
+call."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from torch_ucx_rpc import errors
 
 Failure = TypeVar("Failure", bound=errors.RpcError)
 
-# Arguments of `run_workers`; UCX itself may log a death too.
+# Arguments of `run_workers`. UCX itself may also log a death.
 DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
 
 # heartbeat_limit in seconds, for tests that need a loss and measure no time.
 SHORT_LIMIT = 1.0
-# Options with which a silent worker is lost at that limit.
+# With these options a silent worker is lost at that limit.
 LOST_SOON = {"heartbeat_limit": SHORT_LIMIT, "reconnect_limit": 0}
 
 _gone = threading.Event()

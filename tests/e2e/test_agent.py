@@ -1,4 +1,4 @@
-"""The Python side of the agent, and processes other than its peers."""
+"""The agent's Python side, forked children, and the end of the program."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def random_items(dtype: Any, n: int = 70_000) -> np.ndarray:
-    """Any bytes, NaNs with payloads included."""
+    """Return an array of random bytes, which include NaNs with payloads."""
     dtype = np.dtype(dtype)
     bits = np.random.default_rng(1).integers(0, 256, n * dtype.itemsize, dtype=np.uint8)
     return (bits < 128) if dtype == np.bool_ else bits.view(dtype)
@@ -101,7 +101,7 @@ def properties(array: Any) -> dict[str, object]:
     if isinstance(array, np.ndarray):
         # NumPy 2.2 makes {} of None when it unpickles the type of a date.
         found |= {"writeable": array.flags.writeable, "metadata": dict(array.dtype.metadata or {})}
-        # Arrays with gaps or negative strides may arrive contiguous; others keep their order.
+        # Arrays with gaps or negative strides may arrive contiguous. Other arrays keep their order.
         if array.flags.forc:
             found |= {"C order": array.flags.c_contiguous, "Fortran order": array.flags.f_contiguous}
     return found
@@ -118,10 +118,10 @@ def differences(expected: Any, actual: Any) -> list[str]:
         return found
     if isinstance(expected, np.ma.MaskedArray):
         found = [] if np.array_equal(expected.mask, actual.mask) else ["other mask"]
-        # Masked elements count too.
+        # Compare masked elements too.
         found += [] if np.array_equal(expected.data, actual.data) else ["other data"]
         return found + ([] if expected.fill_value == actual.fill_value else ["other fill value"])
-    if expected.dtype.hasobject or expected.dtype.char in "gG":  # these have bytes that mean nothing
+    if expected.dtype.hasobject or expected.dtype.char in "gG":  # their bytes include padding or addresses
         same = expected.tolist() == actual.tolist()
     else:
         same = expected.tobytes() == actual.tobytes()
@@ -141,7 +141,7 @@ def make(case: str) -> Any:
 def test_arrays_arrive_as_they_were_sent() -> None:
     failures = []
     for case in CASES:
-        # This shows the case if the call ends the process.
+        # If the call ends the process, this line shows the case.
         print(case, flush=True)
         sent = rpc.rpc_sync("worker1", differences_at_arrival, args=(case, make(case)))
         returned = differences(make(case), rpc.rpc_sync("worker1", make, args=(case,)))
@@ -259,7 +259,7 @@ def test_arrived_arrays_are_writable_if_the_sent_ones_were() -> None:
     np.testing.assert_array_equal(returned, array + 1)
     returned += 1
     assert rpc.rpc_sync("worker1", refuses_to_be_written, args=(read_only(array),))
-    # Sending it has changed nothing here.
+    # Sending the array has changed nothing on this worker.
     assert not array.flags.writeable
     np.testing.assert_array_equal(array, numbers(LARGE))
 
@@ -277,7 +277,7 @@ def test_arrays_travel_beside_tensors_that_require_grad() -> None:
 
 
 class Owner:
-    """The memory of an array. Unlike an array, it takes weak references."""
+    """Owns the memory of an array. Unlike an array, it supports weak references."""
 
     def __init__(self) -> None:
         self._memory = numbers(LARGE)
@@ -361,7 +361,7 @@ def test_without_device_maps_the_library_pickles_its_arrays() -> None:
 def test_torch_waits_for_the_stream_that_an_array_names(
     monkeypatch: pytest.MonkeyPatch, handle: int | None, stream: str
 ) -> None:
-    """torch refuses to make a stream of handle 1, which RMM, numba and CuPy name; seen on an H100."""
+    """RMM, numba and CuPy name a stream by handle 1, from which torch refuses to make a stream (seen on an H100)."""
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"external {handle}")
     assert _stream_of(handle, torch.device("cuda", 0)) == stream
@@ -377,7 +377,7 @@ def test_tensor_on_an_arrays_memory_stays_on_its_device() -> None:
 
 
 class Unpicklable(DeviceBuffer):
-    """Like numba's arrays, which a callee on an H100 could not return."""
+    """Fails to pickle, like numba's arrays: a callee on an H100 could not return them."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("no default __reduce__ due to non-trivial __cinit__")

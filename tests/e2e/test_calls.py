@@ -27,10 +27,11 @@ def on_ucx() -> bool:
 
 
 def failure(kind: str, *elsewhere: type[Exception]) -> tuple[type[Exception], ...]:
-    """The type ``torch_ucx_rpc.errors.kind``; on TensorPipe, which has none of them, the types ``elsewhere``."""
+    """Return the type ``torch_ucx_rpc.errors.kind``. TensorPipe lacks these types, so there it is the types
+    ``elsewhere``."""
     if not on_ucx():
         return elsewhere
-    # Not imported by the module: the package changes torch, and TensorPipe must run without it.
+    # The import is here, since it changes torch, and TensorPipe must run without the package.
     from torch_ucx_rpc import errors
 
     return (getattr(errors, kind),)
@@ -125,7 +126,7 @@ def test_a_job_of_one_worker_works() -> None:
 
 
 @in_worker0(of=2)
-def test_thousands_of_calls_in_flight_get_each_its_own_answer() -> None:
+def test_each_of_thousands_of_calls_gets_its_own_answer() -> None:
     futures = [rpc.rpc_async("worker1", torch.add, args=(torch.tensor(i), 1)) for i in range(3000)]
     assert [int(future.wait()) for future in futures] == list(range(1, 3001))
 
@@ -226,7 +227,7 @@ def test_exceptions_of_the_callee_keep_type_and_message() -> None:
         for call in (
             lambda kind=kind: rpc.rpc_sync("worker1", fail, args=(kind,)),
             future.wait,
-            future.value,  # again
+            future.value,  # a second time
             lambda future=future: torch.futures.collect_all([future]).wait()[0].wait(),
             lambda future=future: torch.futures.wait_all([future]),
             lambda kind=kind: rpc.remote("worker1", fail, args=(kind,)).to_here(),
@@ -306,7 +307,7 @@ def assert_times_out(call: Callable[[], object], *, after: float, callee: str = 
         call()
     if on_ucx():
         assert raised.value.name == callee
-        # A tiny timeout becomes a millisecond.
+        # A tiny timeout counts as a millisecond.
         assert raised.value.timeout == pytest.approx(max(after, 0.001))
     # Agents count in milliseconds.
     assert after - 0.01 <= time.monotonic() - start < after + PROMPT_S
@@ -322,7 +323,7 @@ def test_a_call_ends_at_its_own_timeout() -> None:
         assert_times_out(call_of_oneself, after=0.2, callee="worker0")
         rref = rpc.remote("worker1", wait_for_release)
         assert_times_out(lambda: rref.to_here(timeout=0.2), after=0.2)
-        # The other calls go on, and the value can be fetched again.
+        # Other calls continue, and the value can be fetched later.
         assert rpc.rpc_sync("worker1", greet, args=("you",)) == "Hello, you, from worker1"
     finally:
         rpc.rpc_sync("worker1", release)
@@ -338,7 +339,7 @@ def test_timeouts_of_every_size_count() -> None:
         assert rpc.rpc_sync("worker1", divmod, args=(17, 5), timeout=endless) == (3, 2)
         assert rpc.remote("worker1", divmod, args=(17, 5), timeout=endless).to_here(timeout=endless) == (3, 2)
     try:
-        for tiny in (1e-4, 1e-30):  # never rounded to 0, which means no limit
+        for tiny in (1e-4, 1e-30):  # these must not round to 0, which means no limit
             assert_times_out(lambda timeout=tiny: rpc.rpc_sync("worker1", wait_for_release, timeout=timeout), after=0)
     finally:
         rpc.rpc_sync("worker1", release)
@@ -350,7 +351,7 @@ def test_timeouts_of_every_size_count() -> None:
 
 @over_shared_memory
 @in_worker0(of=2, options={"rpc_timeout": 0.5})
-def test_calls_without_a_timeout_end_at_the_agents() -> None:
+def test_calls_without_a_timeout_have_the_agents_timeout() -> None:
     assert rpc.get_rpc_timeout() == 0.5
     try:
         assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release), after=0.5)
@@ -362,7 +363,7 @@ def test_calls_without_a_timeout_end_at_the_agents() -> None:
     finally:
         rpc._set_rpc_timeout(60.0)
         rpc.rpc_sync("worker1", release)
-        rpc.rpc_sync("worker1", rpc._set_rpc_timeout, (60.0,))  # for its shutdown
+        rpc.rpc_sync("worker1", rpc._set_rpc_timeout, (60.0,))  # worker1 needs this for its shutdown
     assert unlimited.wait() == "released"
 
 
@@ -388,7 +389,7 @@ def test_a_late_answer_is_dropped_and_the_agent_goes_on() -> None:
 
 
 def interrupt_then_wait(pid: int) -> str:
-    # The caller waits for the answer to this call at that time.
+    # The caller is waiting for the answer to this call.
     os.kill(pid, signal.SIGINT)
     return wait_for_release()
 
@@ -441,7 +442,7 @@ def deterministic_algorithms():
 @over_shared_memory
 @in_worker0(of=2)
 def test_tensors_arrive_under_deterministic_algorithms() -> None:
-    # torch then fills fresh memory, but must not fill received tensors.
+    # In this mode torch fills new memory. It must not fill received tensors.
     with deterministic_algorithms():
         tensor = torch.randn(1000, 100)
         assert torch.equal(rpc.rpc_sync("worker1", torch.mul, args=(tensor, 1)), tensor)

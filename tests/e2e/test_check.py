@@ -48,8 +48,8 @@ def test_on_two_hosts_a_dead_interface_is_avoided() -> None:
     variables = environment(MASTER_ADDR="a", MASTER_PORT="29500", WORLD_SIZE="2")
     with VirtualHosts(["a", "b"]) as hosts:
         for number, host in enumerate(hosts, 1):
-            # An interface that UCX prefers for its packet size, and that seems to lead to the other host. UCX finds
-            # interfaces in /sys, which is the machine's unless it is mounted again.
+            # UCX prefers this interface for its packet size, and it seems to lead to the other host. UCX finds
+            # interfaces in /sys, which shows the machine's interfaces until it is mounted again.
             script = f"""
                 mount -t sysfs sysfs /sys
                 ip link add nowhere type veth peer name end mtu 9000

@@ -1,4 +1,4 @@
-"""The command line as a whole: imports, errors, streams and exit codes."""
+"""The whole command line: imports, errors, streams and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entry_point() -> str:
 
 
 def torch_ucx_rpc(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
-    """The program that pip makes of the entry point, in a file of its name; ``after`` runs at its end."""
+    """Write the program that pip makes for the entry point, under its name; ``after`` runs at its end."""
     module, _, function = entry_point().partition(":")
     code = f"""
 import sys
@@ -80,7 +80,7 @@ def test_the_module_is_the_same_program_under_its_own_name() -> None:
     for arguments in (["--help"], ["top", "--help"]):
         done = subprocess.run([*command, *arguments], env=ENVIRON, capture_output=True, text=True, check=True)
         assert done.stdout.startswith("usage: python -m torch_ucx_rpc ")
-        # The name is longer, so lines are wrapped at other places.
+        # The name is longer, so lines break elsewhere.
         words = done.stdout.replace("python -m torch_ucx_rpc", "torch-ucx-rpc").split()
         assert words == torch_ucx_rpc(*arguments).stdout.split()
 
@@ -138,15 +138,15 @@ def test_errors_name_the_argument_and_nothing_private(arguments: str, capsys: py
 
 
 def test_commands_print_json_to_stdout_and_the_rest_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    # UCX complains of the unknown device eth77 in its log, which it writes to stdout.
+    # UCX warns of the unknown device eth77 in its log, on stdout.
     monkeypatch.setitem(ENVIRON, "UCX_NET_DEVICES", "eth77,lo")
     monkeypatch.setitem(ENVIRON, "UCX_LOG_LEVEL", "info")
     for arguments in (["info", "--json"], ["check", "--json"]):
         done = torch_ucx_rpc(*arguments)
         assert isinstance(json.loads(done.stdout), dict)
-    # Workers in other processes write their log there too.
+    # Workers in other processes write their log to stdout too.
     assert "UCX" in done.stderr
-    # No process can have this number. The number 1 is a worker's own in a container that has the host's network.
+    # No process can have this pid. Pid 1 may be a worker's own, in a container with the host's network.
     nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()
     done = torch_ucx_rpc("top", "--once", "--json", "--pid", nobody)
     assert (done.returncode, done.stdout) == (ExitCode.NO_JOB, "")
@@ -172,7 +172,7 @@ print("afterwards")
 
 
 def test_exit_codes_are_distinct_and_the_page_has_them_all() -> None:
-    # Two names of one code would be one member.
+    # In an enum, two names of one code would be one member.
     assert len(ExitCode) == len(ExitCode.__members__)
     page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     table = page[page.index("## Exit codes") :]

@@ -1,6 +1,6 @@
 """CUDA tensors on a real GPU: streams, device maps, memory, and PyTorch's parts on top of RPC.
 
-tests/cpp/device_*_test.cpp test the same rules without one, on a device whose streams run when the test says.
+Without a GPU, tests/cpp/device_*_test.cpp test the same rules. Their device runs its streams on the test's order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.support.workers import backend_options, eventually, in_worker0, init_
 
 pytestmark = [pytest.mark.ucx_only, pytest.mark.gpu]
 
-SMALL, LARGE = 3, 1 << 20  # elements of int64: with the message, and by rendezvous
-LONG = 500_000_000  # cycles, a quarter of a second or more, that a stream is kept busy for
+SMALL, LARGE = 3, 1 << 20  # elements of int64: inside the message, and by rendezvous
+LONG = 500_000_000  # a stream is busy for this many cycles: at least 0.25 s
 
 SAME = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}
 RMM = {**SAME, "device_pool": "rmm"}
@@ -62,7 +62,7 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 @in_worker0(of=2, options=SAME)
 def test_a_tensor_is_read_when_its_stream_has_made_it() -> None:
     for elements in (SMALL, LARGE):
-        # The first call of a size takes long, and new pinned memory may wait for the GPU.
+        # The first call of each size is slow, and allocating pinned memory may wait for the GPU.
         rpc.rpc_sync("worker1", total, (full(elements, 1),))
         made = full(elements, 0)
         torch.cuda._sleep(LONG)
@@ -98,7 +98,7 @@ def test_a_callback_is_ordered_after_the_answer() -> None:
 
 @in_worker0(of=2, options=SAME)
 def test_a_blocking_wait_returns_when_the_data_are_there() -> None:
-    # The first use of a kernel loads it, which may wait for all work of the GPU.
+    # The first use of a kernel loads it. Loading may wait for all work of the GPU.
     assert is_all(add_one_slowly(rpc.rpc_sync("worker1", echo, (full(LARGE, 1),))), 2)
     for is_blocking in (False, True):
         future = rpc.rpc_async("worker1", echo, (full(LARGE, 4),)).then(lambda back: add_one_slowly(back.value()))
@@ -220,7 +220,7 @@ def test_tensors_and_numba_arrays_share_the_programs_resource(
     run_workers(2, share_a_resource, init=False, shutdown=False)
 
 
-# This is a program of its own: torch's allocator cannot be replaced after the first CUDA tensor.
+# A separate program, since torch's allocator cannot be replaced after the first CUDA tensor.
 WITH_RMM_INSTEAD_OF_TORCHS = """
     import os, sys
     import rmm
@@ -257,7 +257,7 @@ def test_rmm_may_be_torchs_allocator(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
 
 
-# Programs of their own: torch reads the setting when it is loaded.
+# Separate programs, since torch reads the setting when it is loaded.
 ECHO_AND_COUNT_STAGED = """
     import os, sys
     import torch

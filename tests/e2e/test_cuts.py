@@ -1,4 +1,4 @@
-"""Cuts of the network that are longer than heartbeat_limit: they cost time, and no call."""
+"""Network cuts longer than heartbeat_limit delay calls, but lose none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ucx_only
 
 LIMIT = 1.0
 LARGE = 4 << 20  # elements: 16 MiB
-# For the first answer after the cut.
+# The limit for the first answer after the cut.
 SOON_S = 2.0
 
 executed: collections.Counter[str] = collections.Counter()
@@ -42,7 +42,7 @@ def executions() -> dict[str, int]:
 
 
 def send(to: str, name: str, number: int) -> list[tuple[Future, torch.Tensor]]:
-    """Calls of all sizes; each with its answer."""
+    """Begin calls of all sizes; return each with its expected answer."""
     tensors = [torch.full((LARGE if each % 4 == 0 else 10 ** (each % 4),), float(each)) for each in range(number)]
     calls = [rpc.rpc_async(to, count, (f"{name} {each}", tensor)) for each, tensor in enumerate(tensors)]
     return [(call, tensor + 1) for call, tensor in zip(calls, tensors, strict=True)]
@@ -55,7 +55,7 @@ def check(calls: list[tuple[Future, torch.Tensor]]) -> int:
 
 
 def call_back_for(seconds: float) -> int:
-    """worker1 makes calls of its own before, during and after the cut."""
+    """Runs on worker1: it calls worker0 before, during and after the cut."""
     end = time.monotonic() + seconds
     calls = []
     while time.monotonic() < end:
@@ -70,7 +70,8 @@ def state_of_worker1() -> str:
 
 @contextlib.contextmanager
 def losing_nothing(seconds: float) -> Iterator[None]:
-    """Within it, connections may break: worker1 calls back for so long, each call runs once, and an RRef stays."""
+    """Connections may break during the block. worker1 calls back for ``seconds``. Each call must run once, and an RRef
+    must stay."""
     lost = []
     torch_ucx_rpc.on_lost(lambda worker, reason: lost.append(reason))
     rref = rpc.remote("worker1", echo, (torch.arange(3.0),))

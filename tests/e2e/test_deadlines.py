@@ -1,4 +1,4 @@
-"""Calls without an answer in time fail at their deadline, and leave nothing behind."""
+"""Calls that are not answered in time fail at their deadline, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def give_late_answers() -> None:
 
 
 def block(_: torch.Tensor) -> None:
-    # Limited, because with all threads taken none could receive the order to end.
+    # Bounded, since with all threads taken no thread could receive the order to end.
     opened.wait(10)
 
 
@@ -67,7 +67,7 @@ def fails_by_timeout(call: Future) -> bool:
 
 
 class load:  # noqa: N801 - used as a function
-    """Threads that call a worker with all sorts of arguments, until the end of a ``with``."""
+    """Call a worker from several threads with various arguments, until the end of the ``with``."""
 
     def __init__(self, to: str) -> None:
         self._to = to
@@ -105,10 +105,10 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
         eventually(lambda: len(ends) == len(calls), "all callbacks have run")
         time.sleep(0.1)  # the sleeping thread wakes once more
     lateness = [failed - due for due, failed in ends]
-    # Measured from the first wake-up of a sleeping thread of this process: earlier delay is the machine's.
+    # Measure from the first wake-up of a sleeping thread of this process. The machine caused any earlier delay.
     beyond = [failed - stalls.wake_ups[bisect.bisect(stalls.wake_ups, due)] for due, failed in ends]
-    # Times are in whole milliseconds. benchmarks/deadlines.py measures punctuality; here the machine may be busy. Half
-    # of the calls end no later than with a timer that looks every tenth of a second.
+    # Timeouts are whole milliseconds. Here the machine may be busy; benchmarks/deadlines.py measures punctuality. A
+    # timer that looks every tenth of a second would miss the bound on the median.
     assert min(lateness) > -0.001
     assert statistics.median(beyond) < 0.04
     assert max(lateness) < 5
@@ -147,7 +147,7 @@ class Mallinfo(ctypes.Structure):
 
 
 def allocated_mib() -> float:
-    """Bytes in use by malloc, without free blocks and gaps."""
+    """Return the MiB that malloc has given out, without free blocks and gaps."""
     gc.collect()
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Mallinfo
@@ -160,7 +160,8 @@ def window_in_use() -> int:
 
 
 def time_out(count: int) -> None:
-    """A tenth carries 1 MiB, and waits for worker1's window; worker1 answers the others late."""
+    """Let ``count`` calls time out. A tenth of them carry 1 MiB, and wait for worker1's window. worker1 answers the
+    others late."""
     rpc.rpc_sync("worker1", block_again)
     holding = [rpc.rpc_async("worker1", block, (torch.ones(MIB // 4),)) for _ in range(WINDOW // MIB)]
     eventually(lambda: rpc.rpc_sync("worker1", window_in_use) >= WINDOW, "the window is full")
@@ -170,7 +171,7 @@ def time_out(count: int) -> None:
     calls += [rpc.rpc_async("worker1", answer_late, timeout=0.1) for _ in range(count - len(tensors))]
     del tensors
     assert all(map(fails_by_timeout, calls))
-    # The memory is free before the window has room for these calls.
+    # The tensors are freed although the window has no room for these calls yet.
     eventually(
         lambda: not any(tensor() is not None for tensor in alive),
         "the tensors of calls that failed are free",
@@ -192,7 +193,7 @@ def test_calls_that_time_out_leave_nothing_behind() -> None:
     before = allocated()
     for _ in range(3):
         time_out(400)
-    # UCX keeps the memory of its busiest moment, which may still grow. But these calls have sent 120 MiB.
+    # UCX keeps the memory of its busiest moment, which may still grow. These calls have sent 120 MiB.
     # benchmarks/deadlines.py measures what 100,000 calls leave.
     for now, then in zip(allocated(), before, strict=True):
         assert now - then < 16

@@ -131,7 +131,7 @@ def come_and_go(rank: int, steps: Steps) -> None:
         assert_answers(1)
         rref = rpc.remote("worker0", double, args=(torch.ones(2),))
         assert rref.to_here().sum() == 4
-        # The worker that stays calls the new one, too.
+        # The worker that stays calls the new one too.
         assert rpc.rpc_sync("worker1", call_back, args=(rank,)) == f"worker{rank}"
         del rref
         rpc.shutdown()
@@ -176,7 +176,7 @@ def leave_while_called(rank: int, steps: Steps) -> int:
             calls.append(rpc.rpc_async("worker0", slow, args=(tensor,)))
             if len(calls) < 10:
                 continue
-            # Earlier calls get the right answers; later ones are refused, with the reason.
+            # Earlier calls get the right answers. Later calls are refused, with the reason.
             if is_refused(calls[0]):
                 break
             assert torch.equal(calls.pop(0).wait(), tensor + 1)
@@ -210,7 +210,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         steps.done(f"joined {rank}")
         steps.wait_for("joined 0", "joined 1", "joined 2")
     if rank == 1:
-        # Its RRefs on workers 0 and 2 outlive it.
+        # The RRefs of worker 1 on workers 0 and 2 outlive it.
         kept = [rpc.remote(f"worker{owner}", torch.full, args=((2,), 1.0)) for owner in (0, 2) for _ in range(5)]
         assert all(rref.to_here().sum() == 2 for rref in kept)
         steps.done("created")
@@ -236,7 +236,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
             with pytest.raises(RRefLost, match=r"does not exist.*owner is gone and another worker has its rank"):
                 use()
     if rank == 2:
-        # A reference from the dead worker, whose rpc.remote() never came.
+        # A reference from the dead worker. Its rpc.remote() never arrived.
         promised = rpc.PyRRef._deserialize((0, 1, 10**6, 1, 10**6 + 1, 0, "PyObject"))
         never = r"never have a value: the worker .* gone, and another has its rank, 1,"
         with pytest.raises(RRefLost, match=never):
@@ -259,7 +259,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         assert_answers(peer)
     steps.done(f"called {rank}")
     steps.wait_for("called 0", "called 2", "called 3")
-    # No worker can give the RRefs of the dead back.
+    # No worker can release the RRefs of the dead worker.
     rpc.api._ignore_rref_leak = True
     rpc.shutdown()
 
@@ -311,7 +311,7 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         steps.wait_for("called 0", "called 1", "called 2")
         if rank == 0:
             fate.of("b", "cut")
-        # Each side loses the other and writes that to the Store, which worker 1 reaches only after the cut.
+        # Each side loses the other, and writes that to the Store. Worker 1 reaches the Store only after the cut.
         remaining = {"worker1"} if rank == 1 else {"worker0", "worker2"}
         eventually(lambda: present() == remaining, "the other side of the cut is lost")
         steps.done(f"lost {rank}")
@@ -323,7 +323,7 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         steps.done(f"told {rank}")
     else:
         steps.wait_for("told 0", "told 1", "told 2")
-        dynamic_group._DOUBTED_S = 10.0  # on a busy machine an answer takes a second
+        dynamic_group._DOUBTED_S = 10.0  # an answer may take a second on a busy machine
         join(3)
         assert present() == everybody
         for peer in range(4):
@@ -331,7 +331,7 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         steps.done("joined 3")
     steps.wait_for("joined 3")
     if rank == 1:
-        # Workers that have lost it send nothing more; it joins them again.
+        # Workers that have lost worker 1 send it nothing more. It must join again.
         rpc.shutdown(graceful=False)
         join(1)
         assert present() == everybody
@@ -429,7 +429,7 @@ def join_again_with_an_open_context(rank: int, steps: Steps, file: Path) -> None
             steps.done("left")
             steps.wait_for("closed")
             join(rank, **at_store)
-            # Worker 0 could not tell it that the context is closed. It closes its own context itself.
+            # Worker 0 could not tell worker 1 that it closed its context. Worker 1 still has its own context.
             assert autograd_contexts() == 1
         assert autograd_contexts() == 0
         steps.done("joined again")
@@ -440,7 +440,7 @@ def join_again_with_an_open_context(rank: int, steps: Steps, file: Path) -> None
 # ---- Refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_and_a_name_can_be_had_once(run_workers: RunWorkers, tmp_path: Path) -> None:
+def test_a_rank_and_a_name_can_be_taken_only_once(run_workers: RunWorkers, tmp_path: Path) -> None:
     run_workers(2, take_what_is_taken, Steps(tmp_path), tmp_path / "store", init=False)
 
 

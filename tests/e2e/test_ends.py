@@ -1,4 +1,4 @@
-"""A worker ends in any way, with calls and large tensors in flight: the others end too, and leave shared memory
+"""A worker ends in any way, with calls and large tensors in flight. The others can end too, and shared memory stays
 clean."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def segments_of(pids: Iterable[int]) -> list[str]:
-    """The System V segments of these processes."""
+    """Return the System V segments of these processes."""
     _, *segments = Path("/proc/sysvipc/shm").read_text().splitlines()
     # key shmid perms size cpid ...
     return [segment for segment in segments if int(segment.split()[4]) in set(pids)]
@@ -37,13 +37,13 @@ def files() -> set[str]:
 
 
 def nobodys_files() -> set[str]:
-    """Files in ``/dev/shm`` that no process has mapped."""
+    """Return the files in ``/dev/shm`` that no process has mapped."""
     found = files()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text()
         except OSError:
-            # It has just ended, or belongs to another user.
+            # The process has just ended, or belongs to another user.
             continue
         found -= {line.rpartition("/dev/shm/")[2] for line in text.splitlines() if "/dev/shm/" in line}
     return found
@@ -82,7 +82,7 @@ def end_in_the_midst(rank: int, way: str, ended: Path) -> list[int]:
     assert uses_shared_memory(os.getpid()), "or this tests nothing"
     tensor = torch.zeros(64 * MIB, dtype=torch.uint8)
     others = [f"worker{peer}" for peer in range(3) if peer != rank]
-    # 64 MiB both ways between all of them.
+    # Each worker sends 64 MiB to each other one, and gets them back.
     calls = [rpc.rpc_async(name, echo, (value,)) for value in (tensor, tensor, 1) for name in others]
     if rank == 1:
         calls[0].wait()
@@ -92,7 +92,7 @@ def end_in_the_midst(rank: int, way: str, ended: Path) -> list[int]:
     with pytest.raises(WorkerLost) as raised:
         rpc.rpc_sync("worker1", time.sleep, (60,))
     assert raised.value.name == "worker1"
-    # Long enough on a busy machine, and much shorter than UCX alone takes.
+    # This is enough on a busy machine, and much less than UCX itself takes.
     assert time.time() - ended.stat().st_mtime < 10
     with pytest.raises(BarrierFailed) as failed:
         rpc.shutdown()

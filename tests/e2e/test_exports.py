@@ -1,4 +1,4 @@
-"""Modules of the package that an import leaves for later."""
+"""Modules that importing the package does not load."""
 
 from __future__ import annotations
 

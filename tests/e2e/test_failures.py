@@ -1,4 +1,4 @@
-"""Workers that die: the other workers, and the state of the dead. (Silent workers: test_silence.py.)"""
+"""Workers that die: their effect on other workers, and the state that they leave. (Silent workers: test_silence.py.)"""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def outlive_owners_to_be(rank: int) -> None:
         rpc.rpc_async("worker1", die)
         for rref in created:
             assert failure_of(rref.to_here, WorkerLost).name == "worker1"
-        # The error's type and sentence arrive through worker2, too.
+        # The error's type and sentence also arrive through worker2.
         assert "lost worker 'worker1'" in str(failure_of(forwarded.wait, WorkerLost))
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
         rpc.rpc_sync("worker2", let_go)
@@ -165,7 +165,8 @@ def drop_kept() -> None:
 
 
 def hold_all_sorts_of_things() -> None:
-    """Runs on worker1, before it dies: holds references of worker0's objects, an autograd context there, its window."""
+    """Runs on worker1 before it dies: it holds references to worker0's objects, a context on worker0, and worker0's
+    window."""
     kept.append(rpc.remote("worker0", make_value))
     kept[0].to_here()
     # A third worker's reference must outlive its creator.
@@ -173,7 +174,7 @@ def hold_all_sorts_of_things() -> None:
     kept.append(rpc.remote("worker2", make_value))
     with dist_autograd.context():
         rpc.rpc_sync("worker0", torch.add, (torch.ones(2, requires_grad=True), 1))
-        # These exceed worker0's receive window, so some are being received and others wait.
+        # These exceed worker0's receive window: it receives some, and others wait.
         kept.extend(rpc.rpc_async("worker0", sleep_over, (torch.ones(2**20), 0.01)) for _ in range(100))
         time.sleep(0.1)
         die()
@@ -228,7 +229,7 @@ def begin(number: int) -> None:
 
 
 def call_without_waiting(calls: int) -> None:
-    """Runs on worker1: its calls queue at worker0, which has few threads and runs none of them to its end."""
+    """Runs on worker1: its calls queue at worker0, which has few threads and finishes none of them."""
     kept.extend(rpc.rpc_async("worker0", begin, (number,)) for number in range(calls))
 
 
@@ -239,7 +240,7 @@ def outlive_worker1_and_its_queue(rank: int, calls: int) -> None:
         eventually(lambda: len(begun) >= 1, "one runs")
         rpc.rpc_async("worker1", die)
         eventually(lambda: is_lost("worker1"), "worker1 is lost")
-        # Running calls go on; all threads are taken.
+        # Running calls go on, and take all threads.
         running = list(begun)
         gate.set()
         eventually(lambda: metric("agent.server_active_calls") == 0, "its calls are over")
@@ -287,14 +288,14 @@ def outlive_the_opener_of_a_context(rank: int) -> None:
         stay()
 
 
-def test_contexts_of_a_dead_worker_are_closed_all_along_the_way(hosts: VirtualHosts) -> None:
+def test_contexts_of_a_dead_worker_are_closed_on_all_workers(hosts: VirtualHosts) -> None:
     # Worker 1 has a host of its own: otherwise worker 2 sees its process end, and closes its contexts itself.
     body = leave_ungracefully_after(outlive_the_opener_of_a_context)
     workers.run_workers(3, body, hosts=hosts, **DEATH_OF_WORKER1)
 
 
 def make_and_pass_on() -> None:
-    """Runs on worker2, a third worker: worker0 owns, worker1 gets a reference."""
+    """Runs on worker2, a third worker: worker0 owns the value, and worker1 gets a reference."""
     kept.append(rpc.remote("worker0", make_value))
     kept[0].to_here()
     rpc.rpc_sync("worker1", keep, (kept[0],))
@@ -338,7 +339,7 @@ def value_here(rref: rpc.RRef) -> object:
 
 
 def promise() -> None:
-    """Runs on worker1, before it dies: worker0 makes values for it, and worker2 has a reference to one.
+    """Runs on worker1 before it dies: worker0 makes values for it, and worker2 has a reference to one.
 
     The second value depends on one that never comes.
     """
@@ -348,7 +349,7 @@ def promise() -> None:
 
 
 def reference_whose_request_never_comes(number: int) -> rpc.RRef:
-    """As if worker1 passed it on and died before its `rpc.remote` left."""
+    """Return a reference as if worker1 passed it on and died before it sent its `rpc.remote`."""
     owner, creator, id_of_rref, id_of_fork = 0, 1, 10**6 + number, 2 * 10**6 + number
     return rpc.PyRRef._deserialize((owner, creator, id_of_rref, creator, id_of_fork, creator, "PyObject"))
 
@@ -365,7 +366,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         comes = pool.submit(kept[0].to_here, timeout=0)
         called, fetched, asked_late = map(reference_whose_request_never_comes, range(3))
-        # The first one blocks a thread of the owner, the second none.
+        # The first call blocks a thread of the owner, the second does not.
         vain = [pool.submit(count_keys, called)]
         vain_fetch = pool.submit(fetched.to_here, timeout=0)
         eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 6, "all wait at worker0")
@@ -390,5 +391,5 @@ def await_what_worker1_has_promised(rank: int) -> None:
     rpc.rpc_sync("worker0", let_go)
 
 
-def test_no_wait_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
+def test_waits_for_values_a_dead_worker_promised_fail(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(await_what_worker1_has_promised), **DEATH_OF_WORKER1)

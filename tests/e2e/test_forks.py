@@ -79,7 +79,7 @@ def test_a_forked_child_may_end_in_any_way() -> None:
     received = rpc.rpc_sync("worker1", torch.ones, ([2**20],))
 
     def end_as_python_does() -> None:
-        # The reference dies, the received memory is released, and exit handlers run.
+        # Delete the reference, release the received memory, and run exit handlers.
         nonlocal received, rref
         rref = received = None
 
@@ -88,7 +88,7 @@ def test_a_forked_child_may_end_in_any_way() -> None:
     child.start()
     child.join(20)
     assert child.exitcode == 0
-    # A child that ends as programs do: with the exit handlers of Python, then of C and C++.
+    # The child ends like a program: with the exit handlers of Python, then of C and C++.
     if (pid := os.fork()) == 0:
         end_as_python_does()
         atexit._run_exitfuncs()
@@ -99,7 +99,7 @@ def test_a_forked_child_may_end_in_any_way() -> None:
 
 
 def forked() -> int:
-    """Pid of an idle child, after the package's fork handlers."""
+    """Return the pid of an idle child that has run the package's fork handlers."""
     is_there, tells = os.pipe()
     if (child := os.fork()) == 0:
         os.write(tells, b".")
@@ -152,7 +152,7 @@ class Squares(Dataset):
 
 
 def load_data() -> list[int]:
-    # Programs have this default. Processes of a fork server, as here, have the fork server as default.
+    # Programs have this default. Processes of a fork server, like this one, have "forkserver".
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one core
         loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")

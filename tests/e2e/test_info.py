@@ -1,4 +1,5 @@
-"""``python -m torch_ucx_rpc info``: facts, and problems with their cures, also where the package cannot be imported."""
+"""``python -m torch_ucx_rpc info`` prints facts and problems with their cures, even if the package cannot be
+imported."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_little_shared_memory_and_few_files_are_problems(monkeypatch: pytest.Mon
     assert "--shm-size=1g" in text
     assert "a process may open 1024 files" in text
     assert "raise the hard limit: ulimit -Hn 65536 as root" in text
-    # init_rpc raises the soft limit, unless it is told not to.
+    # init_rpc raises the soft limit by default.
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1 << 20))
     assert "a process may open" not in problems(info.collect())
     monkeypatch.setenv("TORCH_UCX_RPC_KEEP_NOFILE", "1")

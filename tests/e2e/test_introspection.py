@@ -65,7 +65,7 @@ def test_all_metrics_are_there_and_debug_info_has_them_too() -> None:
     assert all(float(metrics[name]) >= 0 for name in METRICS)
     assert info["ucx.version"].count(".") == 2
     assert "libucp" in info["ucx.path"]
-    # torch's own way to ask.
+    # torch asks in this way.
     assert set(info) <= set(rpc._get_debug_info())
 
 
@@ -78,7 +78,7 @@ def test_lanes_of_called_peers_are_known_and_right() -> None:
     if os.environ.get("UCX_TLS") == "tcp,self":
         assert all(lane.startswith("tcp/") for lane in info["lanes.worker1"].split(","))
     else:
-        # Endpoints that report errors lose shared memory in a default UCX: the agent has to ask for it.
+        # By default, UCX's endpoints that report errors do not use shared memory. The agent must ask for it.
         assert {lane.split("/")[0] for lane in info["lanes.worker1"].split(",")} & {"sysv", "posix"}
 
 
@@ -91,7 +91,7 @@ def test_calls_and_bytes_are_counted_on_both_sides() -> None:
     calls, nbytes = metric("agent.calls_sent") - sent_before[0], metric("agent.bytes_sent") - sent_before[1]
     assert calls == 10
     assert 10 * MIB <= nbytes < 11 * MIB
-    # This question is itself a call, and so was the last one.
+    # Each question is itself a call.
     assert 10 <= metric_of("worker1", "agent.calls_received") - received_before[0] <= 14
     assert nbytes <= metric_of("worker1", "agent.bytes_received") - received_before[1] < 11 * MIB
 
@@ -119,7 +119,7 @@ def test_active_calls_are_the_unanswered_ones() -> None:
     futures = [rpc.rpc_async("worker1", wait_for_release) for _ in range(5)]
     rpc.rpc_sync("worker1", wait_until_entered, args=(5,))
     assert metric("agent.client_active_calls") == 5
-    # The question is the sixth call. The call before may be answered and not yet over.
+    # The question is the sixth call. The previous call may be answered but not over yet.
     eventually(lambda: metric_of("worker1", "agent.server_active_calls") == 6, "five calls are active")
     rpc.rpc_sync("worker1", release)
     torch.futures.wait_all(futures)
@@ -148,7 +148,7 @@ def window_in_use(*_: object) -> int:
 
 
 def window_at_rest() -> bool:
-    # The call that asks does not count.
+    # The question itself does not count.
     return metric("window.in_use_bytes") == 0 and metric("window.waiting_messages") == 0
 
 
@@ -208,7 +208,7 @@ def test_handlers_keeping_tensors_do_not_stall_the_window() -> None:
 def test_buffers_are_reused_and_kept_within_the_limit() -> None:
     for _ in range(10):
         rpc.rpc_sync("worker1", discard, args=(tensor_of(4 * MIB),))
-    # Not always the same buffer: a handler's tensors live a little longer than its call.
+    # Several buffers, since a handler's tensors live a little longer than its call.
     assert metric_of("worker1", "pool.misses") <= 4
     assert metric_of("worker1", "pool.hits") >= 6
     assert metric_of("worker1", "pool.cached_bytes") + metric_of("worker1", "pool.in_use_bytes") >= 4 * MIB
@@ -219,7 +219,7 @@ def test_buffers_are_reused_and_kept_within_the_limit() -> None:
 
 
 @in_worker0(of=2, options={"host_pool_bytes": 0})
-def test_a_pool_of_nothing_keeps_nothing() -> None:
+def test_a_pool_of_size_zero_keeps_no_buffer() -> None:
     for _ in range(5):
         rpc.rpc_sync("worker1", discard, args=(tensor_of(4 * MIB),))
         assert torch.equal(rpc.rpc_sync("worker1", tensor_of, args=(4 * MIB,)), tensor_of(4 * MIB))
@@ -244,7 +244,7 @@ CPU_ONLY = {"cpu": "cpu"}
 
 
 def compare_maps(rank: int) -> None:
-    # worker0 calls worker1, and is called by worker2.
+    # worker0 calls worker1, and worker2 calls worker0.
     maps = {0: {"worker1": CPU_ONLY}, 1: {}, 2: {"worker0": CPU_ONLY}}
     workers.init_rpc(rank, rpc_backend_options=workers.backend_options(device_maps=maps[rank]))
     cpu = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""``init_rpc()`` without arguments, in processes; real launchers are in ``launchers/``."""
+"""``init_rpc()`` without arguments, in processes. Tests with real launchers are in ``launchers/``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def join_after_process_group(rank: int, with_variables: bool) -> float:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
         dist.init_process_group("gloo")
     else:
-        # A program may have these from elsewhere.
+        # A program may have these variables from elsewhere.
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=2)
     keep_process_group()
@@ -44,7 +44,7 @@ def join_after_process_group(rank: int, with_variables: bool) -> float:
 
 
 @pytest.mark.parametrize("with_variables", [True, False], ids=["variables", "process group alone"])
-def test_it_works_after_init_process_group_and_next_to_ddp(with_variables: bool) -> None:
+def test_init_rpc_works_after_init_process_group_beside_ddp(with_variables: bool) -> None:
     assert run_workers(2, join_after_process_group, with_variables, init=False, silent=False) == [1.0, 2.0]
 
 
@@ -58,7 +58,7 @@ def join_twice(rank: int) -> list[float]:
     return results
 
 
-def test_it_can_be_called_again_after_shutdown() -> None:
+def test_init_rpc_can_be_called_again_after_shutdown() -> None:
     assert run_workers(2, join_twice, init=False) == [[1.0, 1.0], [2.0, 2.0]]
 
 

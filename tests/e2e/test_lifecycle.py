@@ -87,7 +87,7 @@ def test_tensorpipe_goes_on_working_in_the_same_process(rank: int) -> None:
         (None, None),
     ):
         with warnings.catch_warnings():
-            # torch itself warns that TensorPipe's start-up is deprecated.
+            # torch itself warns of deprecated functions at TensorPipe's start.
             warnings.simplefilter("ignore")
             init_rpc(rank, backend=backend, rpc_backend_options=options)
         expected = "UcxRpcAgent" if backend == "UCX" else "TensorPipeAgent"
@@ -136,7 +136,7 @@ def test_only_one_agent_at_a_time(rank: int) -> None:
 @over_shared_memory
 @in_every_worker(of=2, init=False)
 def test_workers_that_do_not_come_are_named(rank: int) -> None:
-    # Processes start seconds apart on a loaded machine, and leave a group at the same time.
+    # On a loaded machine processes start seconds apart, but they leave a group at the same time.
     init_rpc(rank)
     rpc.shutdown()
     with pytest.raises(JoinTimedOut, match=r"these ranks have not come: 2-4\b") as raised:
@@ -144,7 +144,7 @@ def test_workers_that_do_not_come_are_named(rank: int) -> None:
     assert isinstance(raised.value, TimeoutError)
     assert raised.value.missing == (2, 3, 4)
     assert raised.value.timeout == 5
-    # The attempt leaves no trace.
+    # The failed attempt leaves no trace.
     init_rpc(rank)
     assert_calls_work(2)
     rpc.shutdown()
@@ -157,7 +157,7 @@ def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> N
     rpc.shutdown()
     with pytest.raises(JoinTimedOut, match=r"3 s \(init_timeout\)"):
         init_rpc(rank, world_size=3, rpc_backend_options=backend_options(init_timeout=3, rpc_timeout=600))
-    # A worker waits for a late one longer than for a call: programs for TensorPipe rely on it.
+    # A worker waits longer for a late worker than for a call. Programs for TensorPipe rely on that.
     for patience in ({"init_timeout": 60}, {}):
         if rank == 1:
             time.sleep(2)
@@ -246,7 +246,7 @@ def call_everybody(rank: int) -> int:
 
 @pytest.mark.field
 def test_forty_workers_come_up_call_each_other_and_shut_down(run_workers: Callable[..., list]) -> None:
-    # All processes are on this machine, so the test checks only that it ends.
+    # All processes are on this machine, so the test does not check times.
     assert run_workers(40, call_everybody, options={"num_worker_threads": 4}, timeout=150) == [40] * 40
 
 
@@ -259,9 +259,8 @@ def belongings() -> dict[str, int]:
 
 
 def assert_all_is_given_back(had: dict[int, dict[str, int]]) -> None:
-    """torch and Python keep something of the first two attempts for the life of the process, and nothing of the
-    others."""
-    # The end of a connection to the Store may take a moment.
+    """Check that only the first two attempts leave something: torch and Python keep it for the life of the process."""
+    # A connection to the Store may take a moment to end.
     eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
 
 
@@ -301,7 +300,7 @@ def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
         had[attempt] = belongings()
     assert_all_is_given_back(had)
     for future in unfinished:
-        future.set_result(None)  # the caller of its handler is gone too
+        future.set_result(None)  # the caller of this handler has ended too
 
 
 def test_rrefs_and_gradients_work_in_every_life(run_workers: Callable[..., list], tmp_path: Path) -> None:
@@ -310,7 +309,7 @@ def test_rrefs_and_gradients_work_in_every_life(run_workers: Callable[..., list]
 
 def live_three_times(rank: int, directory: Path) -> None:
     for attempt in range(3):
-        # The ranks change too, which plain torch does not allow.
+        # The ranks also change, which plain torch does not allow.
         own = (rank + attempt) % 2
         init_rpc(own, rpc_backend_options=backend_options(init_method=(directory / str(attempt)).as_uri()))
         if own == 1:
@@ -384,7 +383,7 @@ def wait_for_file(file: Path) -> None:
 
 
 def test_an_ungraceful_shutdown_waits_for_no_worker(run_workers: Callable[..., list], tmp_path: Path) -> None:
-    # Not silent: worker1 may find that the receiver of its answer is gone.
+    # Not silent: worker1 may log that the receiver of its answer is gone.
     run_workers(2, leave_at_once, tmp_path / "done", shutdown=False, silent=False)
 
 
@@ -393,7 +392,7 @@ _leaving = threading.Event()
 
 def have_worker1_leave() -> str:
     _leaving.set()
-    time.sleep(0.05)  # a part of the half second that a handler has
+    time.sleep(0.05)  # less than the half second that a handler has
     return "answer"
 
 
@@ -439,7 +438,7 @@ while len(os.listdir(meeting)) < world_size:
 
 
 def end(last_lines: str, meeting: Path, *, lines: str = "") -> list:
-    """Two interpreters that form a job, call each other, run ``lines``, meet, and run ``last_lines``."""
+    """Run two interpreters that form a job, call each other, run ``lines``, meet, and run ``last_lines``."""
     with reserved_port() as port:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MEETING": str(meeting)}
         return run_program(JOIN_AND_CALL + lines + MEET + last_lines, ranks=(0, 1), env=env)
@@ -468,7 +467,7 @@ def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: 
     [
         pytest.param("rref = rpc.remote(1 - rank, torch.add, args=(torch.zeros(3), 1))", id="a remote reference"),
         pytest.param("future = rpc.rpc_async(1 - rank, time.sleep, args=(3600,))", id="a handler that never returns"),
-        # The interpreter ends such a thread at its next request for the GIL.
+        # At its end the interpreter ends this thread when the thread next requests the GIL.
         pytest.param(
             "def busy():\n    while True:\n        time.sleep(0.001)\nfuture = rpc.rpc_async(1 - rank, busy)\n",
             id="a handler that comes back to Python",
@@ -490,7 +489,7 @@ def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:
     ],
 )
 def test_daemon_threads_do_not_abort_the_end(work: str, tmp_path: Path) -> None:
-    # Python ends, or stops, such a thread when it comes back.
+    # Python ends or suspends these threads when they request the GIL.
     lines = f"""
 from torch_ucx_rpc.channel import Channel
 

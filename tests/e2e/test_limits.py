@@ -1,4 +1,4 @@
-"""A worker without memory or files fails only the calls that need these, with the reason, and lives."""
+"""A worker without memory or files goes on, and fails only the calls that need these, with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def limit_memory(mib: int | None) -> None:
-    """Limit this process to this much more address space; None removes the limit."""
+    """Limit the address space that this process may still take; None removes the limit."""
     gc.collect()
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -68,12 +68,12 @@ def test_out_of_memory_fails_one_call_and_names_the_place() -> None:
 
 
 def limit_files(more: int | None) -> None:
-    """Limit this process to this many more open files; None removes the limit."""
+    """Limit the files that this process may still open; None removes the limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if more is None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         return
-    # The lowest free number counts.
+    # The limit applies to numbers of files, so first fill the free lower numbers.
     fillers = []
     highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
     while not fillers or fillers[-1] < highest:
@@ -84,7 +84,7 @@ def limit_files(more: int | None) -> None:
 def call_short_of_files(rank: int) -> None:
     if rank != 0:
         return
-    # These two know each other by now.
+    # Workers 0 and 1 are then connected.
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     limit_files(2)
     with pytest.raises(OutOfResources) as raised:
@@ -127,7 +127,7 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
         assert rpc.rpc_sync(other, divmod, args=(17, 5)) == (3, 2)
 
 
-# Without the reserve, UCX ended the process, or never reached some of the peers again.
+# Without the reserve of files, UCX ended the process, or never reached some of the peers again.
 @pytest.mark.parametrize("more", [1, 2, 3, 4, 5])
 def test_out_of_files_while_connecting_no_peer_is_lost(more: int) -> None:
     workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)
@@ -140,7 +140,7 @@ def call_new_peers_on_one_core(rank: int) -> None:
     rpc.shutdown()
 
 
-# On one core a thread that waits for UCX's lock spins, and keeps the lock's holder from running.
+# On one core a thread that waits for UCX's lock spins, so the lock's holder cannot run.
 def test_out_of_files_on_one_core_no_peer_is_lost() -> None:
     workers.run_workers(6, call_new_peers_on_one_core, transport=workers.Transport.TCP, init=False, shutdown=False)
 
@@ -160,7 +160,7 @@ def be_called_with_all_files_open(rank: int, steps: workers.Steps) -> None:
         assert rpc.rpc_sync("worker0", divmod, args=(17, 5)) == (3, 2)
 
 
-# Without the reserve, UCX closed the port.
+# Without the reserve of files, UCX closed the port.
 def test_a_worker_with_all_files_open_can_be_called_by_new_peers(tmp_path: Path) -> None:
     steps = workers.Steps(tmp_path)
     workers.run_workers(12, be_called_with_all_files_open, steps, transport=workers.Transport.TCP)
@@ -172,7 +172,7 @@ def call_with_all_files_open(rank: int) -> None:
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     assert workers.agent().get_debug_info()["lanes.worker1"] == "sysv/memory"
     limit_files(0)
-    # UCX's own keepalive, which is off, would look twice, 20 s apart.
+    # If UCX's own keepalive were on, it would check twice in this time, 20 s apart.
     for _ in range(45):
         assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
         time.sleep(1)
@@ -192,7 +192,7 @@ def count_files_in_reserve(rank: int) -> int:
 
 
 def opened_of(name: str) -> int:
-    """How often this process has a file open."""
+    """Return how often this process has a file open."""
     return [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.exists()].count(name)
 
 
@@ -203,7 +203,7 @@ def test_the_files_in_reserve_are_given_back_at_the_shutdown() -> None:
 
 @pytest.fixture
 def host() -> Iterator[VirtualHosts]:
-    """One host, with shared memory of its own."""
+    """One host with its own shared memory."""
     needs_virtual_hosts()
     with VirtualHosts(["small"]) as hosts:
         yield hosts
@@ -217,7 +217,7 @@ def call_over_shared_memory(rank: int) -> None:
 
 
 def test_with_dev_shm_full_workers_still_share_memory(host: VirtualHosts) -> None:
-    # The size that containers have by default.
+    # The default size in containers.
     host[0].run(["mount", "-o", "remount,size=64m", "/dev/shm"], check=True)
     full = host[0].run(["sh", "-c", "head --bytes 64M /dev/zero > /dev/shm/full"], capture_output=True, check=False)
     assert full.stderr == b""
@@ -227,7 +227,7 @@ def test_with_dev_shm_full_workers_still_share_memory(host: VirtualHosts) -> Non
 def init_without_shared_memory(rank: int) -> str:
     with pytest.raises(JoinFailed) as error:
         workers.init_rpc(rank)
-    # Any other transport will do.
+    # Any other transport would do.
     os.environ["UCX_TLS"] = "tcp,self"
     workers.init_rpc(rank)
     assert rpc.rpc_sync(f"worker{1 - rank}", divmod, args=(17, 5)) == (3, 2)

@@ -1,4 +1,4 @@
-"""UCX listens only where the job's variables say."""
+"""UCX listens only on the devices that the job's variables name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.ucx_only
 
 
 def listening() -> set[str]:
-    """Addresses at which this process listens with TCP."""
+    """Return the addresses at which this process listens with TCP."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             found = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
         except FileNotFoundError:
-            continue  # the descriptor of the listing itself
+            continue  # the descriptor by which iterdir reads the folder
         if found:
             inodes.add(found[1])
     addresses = set()
@@ -44,6 +44,6 @@ def call_and_list(rank: int) -> set[str]:
 
 def test_with_tcp_ucx_listens_on_the_devices_that_are_named(rpc_backend: str) -> None:
     run = functools.partial(workers.run_workers, backend=rpc_backend, transport=workers.Transport.TCP)
-    # Not rank 0, which hosts the Store.
+    # Ask worker 1, since rank 0 hosts the Store.
     _, addresses = run(2, call_and_list, env={"UCX_NET_DEVICES": "lo"})
     assert addresses == {"127.0.0.1"}

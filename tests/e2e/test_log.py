@@ -35,7 +35,7 @@ def end_with_a_handler_that_runs(rank: int) -> None:
 
 
 def test_agent_warnings_are_records_of_the_packages_logger() -> None:
-    # If the handler returns before the process ends, torch says on stderr that it returned after the shutdown.
+    # torch may write to stderr that the handler returned after the shutdown.
     run_workers(1, end_with_a_handler_that_runs, shutdown=False, silent=False)
 
 

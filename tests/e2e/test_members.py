@@ -1,4 +1,4 @@
-"""Workers find each other in a Store, or all learn the reason."""
+"""Workers find each other in a Store, or all learn why not."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def test_members_come_in_parts_and_arrivals_too() -> None:
 
 
 def die_above_others(rank: int) -> list[int]:
-    """Rank 1 dies when it has the records. Ranks 3 and 4 wait for it to send them on."""
+    """Let rank 1 die when it has the records. Ranks 3 and 4 wait until it sends them on."""
     relay.FAN_OUT = 2
-    # The end of rank 1 ends their wait.
+    # Only the end of rank 1 ends their wait.
     relay._PATIENCE_S = 1000
     members._FAREWELL_S = 0.1
     store = create_store("env://", rank, 7, 30)
     if rank == 1:
         Relay.serve = lambda *_: os._exit(0)  # type: ignore[method-assign]
     found = [member.rank for member in gather_members(store, record(rank, 7), 30)]
-    # Rank 0 hosts the Store.
+    # Rank 0 hosts the Store, so it ends last.
     store.add("met", 1)
     while rank == 0 and store.add("met", 0) < 6:
         time.sleep(0.01)
@@ -122,7 +122,7 @@ def changed_in(rank: int, changes: dict[int, dict[str, Any]], world_size: int) -
 
 
 def refusal(world_size: int, changes: dict[int, dict[str, Any]]) -> str:
-    """The one error of all workers when their records disagree."""
+    """Return the error that all workers get when their records disagree."""
     errors = set(run_workers(world_size, changed_in, changes, world_size, init=False))
     assert len(errors) == 1, errors
     return errors.pop()
@@ -167,7 +167,8 @@ def test_a_rank_used_twice_is_refused_everywhere_naming_both() -> None:
 
 
 def meet_in_vain(store: Store, rank: int, present: set[int], world_size: int, timeout: float) -> str:
-    """Return the error of this worker. The present begin together: on a busy host processes start seconds apart."""
+    """Return the error of this worker. On a busy host processes start seconds apart, so the present workers begin
+    together."""
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{peer}" for peer in present])
     return outcome(gather_members, store, record(rank, world_size), timeout)
@@ -193,7 +194,7 @@ def meet_in_a_file_without_rank_0(process: int, file: Path) -> str:
 
 def test_an_absent_rank_0_is_named_too(tmp_path: Path) -> None:
     for error in run_workers(2, meet_in_a_file_without_rank_0, tmp_path / "store", init=False):
-        # Without rank 0's word, the other may have given up just before.
+        # There is no verdict of rank 0, so the other worker may have given up just before.
         assert re.search(r"these ranks have not come, or have given up: 0(-1|, 2)?\. Present are the ranks [12]", error)
 
 
@@ -240,7 +241,7 @@ def test_a_late_worker_meets_workers_that_try_again(tmp_path: Path) -> None:
 
 
 def interrupted_then_there(process: int, file: Path) -> Any:
-    """Process 0 is rank 0 of 3. Process 1 is rank 1, gives up, and comes again; process 2 is rank 2."""
+    """Run ranks 0 to 2 in processes 0 to 2. Process 1 gives up, and tries again."""
     store = FileStore(str(file))
     if process == 1:
         interrupt_when_listed(store, position=0)
@@ -280,7 +281,7 @@ def test_a_record_identifies_its_process() -> None:
 # ---- Processes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_has_ended_although_its_parent_has_not_asked() -> None:
+def test_a_zombie_counts_as_ended() -> None:
     process = subprocess.Popen(["sleep", "infinity"])
     other = record(1, 0, pid=process.pid, process_start_time=start_time(process.pid))
     assert not other.has_ended_beside(record(0, 0))

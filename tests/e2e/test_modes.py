@@ -1,6 +1,6 @@
-"""Modes of the calling thread change neither what it sends nor what it receives.
+"""The calling thread's modes change neither what it sends nor what it receives.
 
-A waiting caller decodes its own answer, on its own thread, with its modes on.
+A waiting caller decodes its answer on its own thread, with that thread's modes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports of incomplete copies of the package, and with libraries of other versions."""
+"""Imports of incomplete copies of the package, and imports beside libraries of other versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A folder with a package torch_ucx_rpc that is made of links to this one's files."""
+    """Make a package torch_ucx_rpc of links to the files of this one."""
     package = tmp_path / "copied" / "torch_ucx_rpc"
     package.mkdir(parents=True)
     rooms = [file.parent for file in PACKAGE.glob("*/__init__.py")]
@@ -53,7 +53,7 @@ import torch_ucx_rpc
 
 
 def library(folder: Path, major: int, minor: int, name: str = "libucp.so.0") -> Path:
-    """A libucp of another version, for the loader and for a question for its version."""
+    """Build a libucp of another version. It can be loaded, and it tells its version."""
     folder.mkdir(exist_ok=True)
     source, made = folder / "ucp.c", folder / name
     source.write_text(
@@ -198,7 +198,7 @@ def test_system_ucx_is_taken_when_chosen_or_without_a_wheel(
 
 
 def test_process_with_ucx_still_ends_with_its_terminal() -> None:
-    # Under nohup these tests would begin with another disposition.
+    # Under nohup the process would ignore the signal.
     script = """
         import os, signal
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -219,7 +219,7 @@ def test_handlers_that_were_there_before_ucx_stay() -> None:
     """)
 
 
-def test_a_signal_that_the_user_gives_to_ucx_is_left_to_it() -> None:
+def test_a_signal_the_user_assigns_to_ucx_stays_with_ucx() -> None:
     run_fresh(
         """
         import os, signal
@@ -230,7 +230,7 @@ def test_a_signal_that_the_user_gives_to_ucx_is_left_to_it() -> None:
     )
 
 
-# The environment of UCX when it is loaded: libucs's constructor alone reads it.
+# Note UCX's environment when UCX is loaded: only libucs's constructor reads it.
 LOADED_WITH = """
     import ctypes, os, threading
     during = []

@@ -43,7 +43,7 @@ def update_while_python_is_busy(rank: int, fifo: str) -> None:
     # Compiles, which takes the GIL.
     assert rpc.rpc_sync("worker1", update, args=(parameter, torch.ones(5))) == 2
     busy = rpc.rpc_async("worker1", read_one_byte_without_releasing_the_gil, args=(fifo,))
-    # Opening it waits for the reader, which holds the GIL from then on.
+    # Opening the pipe waits for the reader. From then on the reader holds the GIL.
     file = os.open(fifo, os.O_WRONLY)
     for n in range(2, 102):
         assert rpc.rpc_sync("worker1", update, args=(parameter, torch.ones(5)), timeout=20) == 2 * n
@@ -56,7 +56,7 @@ def update_while_python_is_busy(rank: int, fifo: str) -> None:
         rpc.rpc_sync("worker1", update, args=(parameter, torch.ones(5, dtype=torch.float16)))
 
 
-def test_another_worker_runs_it_while_its_python_is_busy(tmp_path: Path) -> None:
+def test_an_operator_runs_on_a_worker_whose_python_is_busy(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     run_workers(2, update_while_python_is_busy, str(fifo))

@@ -21,7 +21,7 @@ THREADS = {"num_worker_threads": 4}
 
 
 def bounce(way: str, depth: int, here: str, there: str) -> int:
-    """Go back and forth between two workers. Returns the number of calls."""
+    """Call back and forth between two workers, and return the number of calls."""
     return 0 if depth == 0 else 1 + WAYS[way](there, (way, depth - 1, there, here))
 
 
@@ -38,7 +38,7 @@ def test_a_chain_of_calls_may_be_longer_than_there_are_threads() -> None:
         assert rpc.rpc_sync("worker1", bounce, (way, 200, "worker1", "worker0")) == 200, way
 
 
-# torch's older profiler has each request that it profiles run on a thread of its own.
+# torch's older profiler runs each profiled request on its own thread.
 @in_worker0(of=2, options={"num_worker_threads": 1})
 def test_chain_of_profiled_calls_may_exceed_the_threads() -> None:
     with profiler_legacy.profile():
@@ -81,7 +81,7 @@ def test_a_chain_that_exceeds_the_limit_fails_saying_so() -> None:
         with pytest.raises(OutOfResources, match=what):
             rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
     assert 1 <= time.monotonic() - began < 10 + stalls.seconds()
-    # And all threads are free again.
+    # All threads are free again.
     assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 60, "worker1", "worker0")) == 60
 
 

@@ -1,4 +1,4 @@
-"""More calls than a worker can take in wait at their senders, and none waits for ever."""
+"""Calls that a worker has no room for wait at their senders, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def first(number: int, tensor: torch.Tensor) -> tuple[int, float]:
 def flood() -> None:
     tensors = [make(number) for number in range(16)]
     calls = [rpc.rpc_async("worker0", first, (number, tensors[number % 16])) for number in range(FLOOD_CALLS)]
-    # This call passes the queue: most earlier calls still wait when it is answered.
+    # This call overtakes the queue: most earlier calls still wait when it is answered.
     waiting = [call for call in calls if not call.done()]
     assert rpc.rpc_sync("worker0", echo, ("small",)) == "small"
     assert sum(not call.done() for call in waiting) > len(waiting) / 2
@@ -141,7 +141,7 @@ def meet(tensor: torch.Tensor) -> torch.Tensor:
 
 @in_worker0(of=2, options=SMALL_WINDOW)
 def test_handlers_may_wait_for_each_other() -> None:
-    # Together they are six times the window.
+    # Together the tensors are six times the window.
     calls = [rpc.rpc_async("worker1", meet, (make(number, mib=3),)) for number in range(8)]
     for number, call in enumerate(calls):
         assert is_all(call.wait(), number)

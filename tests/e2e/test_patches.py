@@ -1,6 +1,6 @@
 """The import of the package changes some of torch.distributed.rpc, and leaves the rest unchanged.
 
-Each test runs in a process of its own, in which the import is the first.
+Each test runs in its own process, in which this import is the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def stderr_of_program(script: str) -> str:
 
 
 def test_tensorpipe_runs_in_each_way_of_asking_for_it() -> None:
-    # A whole program: the processes of the other tests have imported torch's test suites, which register a backend too.
+    # This test needs a whole program: processes of the other tests have imported torch's suites, which register a
+    # backend.
     stderr_of_program("""
         stale = BackendType.TENSORPIPE
         import torch_ucx_rpc
@@ -39,7 +40,7 @@ def test_tensorpipe_runs_in_each_way_of_asking_for_it() -> None:
 
 
 def test_ucx_runs_by_name_by_member_and_inferred() -> None:
-    # stderr stays empty, though torch's own inference warns about every backend except TensorPipe.
+    # stderr stays empty. torch's own inference would warn about every backend except TensorPipe.
     assert not stderr_of_program("""
         import torch_ucx_rpc
 

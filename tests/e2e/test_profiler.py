@@ -32,7 +32,7 @@ def test_the_profiler_sees_the_calls_of_its_thread() -> None:
 def profile_all_threads(rank: int, folder: str) -> None:
     everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everything) as profiled:
-        # All calls of both workers are between these.
+        # All calls of both workers happen between these two.
         rpc.api._barrier({"worker0", "worker1"})
         if rank == 0:
             rpc.rpc_sync("worker1", torch.add, (torch.ones(1), 1))

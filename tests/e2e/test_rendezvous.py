@@ -35,7 +35,7 @@ def test_workers_that_are_ahead_wait_for_rank_0(tmp_path: Path) -> None:
 
 
 def test_bindable_address_need_not_be_of_this_host() -> None:
-    # Like hosts with keepalived or haproxy.
+    # keepalived and haproxy bind to such addresses.
     needs_virtual_hosts()
     with VirtualHosts(["a", "b"]) as (a, b):
         b.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"], check=True)
@@ -55,7 +55,7 @@ def environ_of_workers() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-# A thread that returns from C++ while the interpreter is finalized aborts the process.
+# If a thread returns from C++ while the interpreter is finalized, the process aborts.
 LEFT_BEHIND = """
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -81,7 +81,7 @@ def test_process_end_waits_for_a_thread_in_the_store() -> None:
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
 
 
-# Says when it waits, so that the signal does not come before.
+# The program says when it waits, so that the signal does not come too early.
 WAITING = """
 import os, signal, sys, threading, time, traceback
 from torch_ucx_rpc._bootstrap import rendezvous

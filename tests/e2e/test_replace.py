@@ -1,4 +1,4 @@
-"""UCX instead of TensorPipe, by the function, or by the variable in programs without this package."""
+"""UCX replaces TensorPipe: by the function, or by the variable in programs that do not import this package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def program(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     return ended
 
 
-def test_it_replaces_the_default_and_tensorpipe_by_any_member() -> None:
+def test_ucx_replaces_the_default_and_tensorpipe_by_any_member() -> None:
     passes("""
         runs("UcxRpcAgent")
         runs("UcxRpcAgent", backend=BackendType.TENSORPIPE)

@@ -43,13 +43,13 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
     assert rref.owner_name() == "worker1"
     assert not rref.is_owner()
     assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
-    # The owner's confirmation travels beside the value, and may be handled after it.
+    # The owner's confirmation is another message than the value, and may arrive later.
     eventually(rref.confirmed_by_owner, "the owner has confirmed")
     with pytest.raises(RuntimeError, match="localValue"):
         rref.local_value()
 
 
-# Plain torch marks the first RRef again for each later one, although it may have been freed by then.
+# For each later RRef, plain torch marks the first one again, even if that has been freed.
 @over_shared_memory
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
@@ -78,7 +78,7 @@ def count_made_late() -> int:
     return len(made_late)
 
 
-# Without this package, torch's owner forgets a deletion that comes before the value, and keeps the value for ever.
+# If a deletion arrives before the value, plain torch's owner forgets it, and keeps the value for ever.
 @over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
@@ -91,7 +91,7 @@ def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
     assert_all_freed("worker1")
 
 
-# When the value comes, torch says on stderr that it has forgotten the RRef.
+# When the value is made, torch writes to stderr that it has forgotten the RRef.
 @over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
@@ -127,7 +127,7 @@ def test_proxies_call_methods_on_the_owner() -> None:
 
 
 @in_worker0(of=2)
-def test_large_values_come_here() -> None:
+def test_to_here_fetches_large_values() -> None:
     assert torch.equal(rpc.remote("worker1", torch.full, args=((3 << 20,), 7.0)).to_here(), torch.full((3 << 20,), 7.0))
 
 
@@ -147,7 +147,7 @@ def test_rref_passes_to_a_third_worker_its_owner_and_back() -> None:
         assert rpc.rpc_sync("worker2", add_to, args=(rref, 1)) == 1
         assert rpc.rpc_sync("worker1", add_to, args=(rref, 1)) == 2
         assert rpc.rpc_sync("worker0", add_to, args=(rref, 1)) == 3
-        # The third worker has not asked for it yet.
+        # The third worker has not asked for the value yet.
         assert rpc.remote("worker2", add_to, args=(rref, 1)).to_here() == 4
     assert mine.local_value().count == 4
 
@@ -192,7 +192,7 @@ def test_deleting_the_last_reference_frees_the_owners_object() -> None:
 
 
 def make_nested(names: list[str]) -> rpc.RRef:
-    """An RRef whose value is an RRef whose value is ..., each on the next worker."""
+    """Make an RRef whose value is an RRef and so on, each on the next worker."""
     if not names:
         return rpc.RRef(Counter(7))
     return rpc.remote(names[0], make_nested, args=(names[1:],))
@@ -206,7 +206,7 @@ def test_rrefs_of_rrefs_can_be_followed() -> None:
     while isinstance(value, rpc.PyRRef):
         value, depth = value.to_here(), depth + 1
     assert value.count == 7
-    # Each worker made one, and the owner of the innermost made that one too.
+    # Each worker made one RRef. The owner of the innermost value made that one too.
     assert depth == 4
 
 

@@ -1,4 +1,4 @@
-"""``python -m torch_ucx_rpc run`` on one machine, as a user sees it; ``launchers/`` has several machines."""
+"""``python -m torch_ucx_rpc run`` on one machine, as a user sees it. ``launchers/`` tests several machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_workers_call_each_other_under_the_names_of_their_roles() -> None:
         )
 
 
-# Most of the time goes into importing torch 16 times: minutes, on a slow machine.
+# Importing torch 16 times takes most of the time: minutes on a slow machine.
 @pytest.mark.field
 def test_sixteen_workers_come_up_call_each_other_and_end() -> None:
     done = run("-n", 16, PROGRAMS / "meet.py", timeout=170)
@@ -127,7 +127,7 @@ def test_unread_output_stops_no_worker(tmp_path: Path) -> None:
 
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
-# The other workers would stay for a minute.
+# Without the failure the other workers would stay for a minute.
 FAIL = """
 import os, signal, sys, time
 if os.environ["RANK"] == "1":
@@ -226,10 +226,10 @@ print("through")
 
 @contextlib.contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The launcher of two workers that wait for ever, and the pids of these."""
+    """Start a launcher with two workers that wait for ever; return it and the workers' pids."""
     code = "import os, time; print(os.getpid()); time.sleep(600)"
     command = [*COMMAND, "-n", "2", *arguments, "-c", code]
-    # Background programs of a shell ignore Ctrl-C, and children inherit that.
+    # A shell's background programs ignore Ctrl-C, and their children inherit that.
     with subprocess.Popen(
         command,
         env=ENVIRON,
@@ -283,7 +283,7 @@ def test_a_failed_job_is_restarted_and_the_group_forms_again(tmp_path: Path) -> 
         r"torch_ucx_rpc run: restart 1 of 2 of all workers, since worker1 \(pid \d+ on \S+\) ended with exit code 1",
         line,
     )
-    # The files go on from one attempt to the next.
+    # A later attempt appends to the files.
     assert "KeyError: 'the cause'" in (logs / "worker1.stderr").read_text()
     for rank in (0, 1):
         assert (logs / f"worker{rank}.stdout").read_text() == f"{rank} is through, in attempt 1\n"

@@ -1,4 +1,4 @@
-"""How ``python -m torch_ucx_rpc run`` ends: by signals, and on several machines, which are one machine here."""
+"""How ``python -m torch_ucx_rpc run`` ends: by signals, and on several machines. Here these are one machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launchers(
     *commands: list[str], ignored: signal.Signals | None = None, **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     def set_signals() -> None:
-        # Background programs of a shell ignore Ctrl-C, and children inherit that.
+        # A shell's background programs ignore Ctrl-C, and their children inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if ignored is not None:
             signal.signal(ignored, signal.SIG_IGN)
@@ -62,7 +62,7 @@ def two_machines(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def wait_for(file: Path) -> str:
-    """A program that prints its pid and waits for a file."""
+    """Return a program that prints its pid and waits for a file."""
     return (
         "import os, pathlib, sys, time; print(os.getpid(), flush=True); "
         f"[time.sleep(0.001) for _ in iter(pathlib.Path({str(file)!r}).exists, True)]"
@@ -70,7 +70,7 @@ def wait_for(file: Path) -> str:
 
 
 def processes_with(word: str) -> list[int]:
-    """Pids of the processes that have this word in their command line."""
+    """Return the pids of the processes that have this word in their command line."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ def test_launcher_under_nohup_outlives_a_hangup(tmp_path: Path) -> None:
 
 def test_signal_during_the_start_leaves_no_worker_behind() -> None:
     mark = uuid.uuid4().hex
-    # The first worker ends the launcher, which is still starting the last ones.
+    # The first worker ends the launcher while it is still starting the last workers.
     code = (
         "import os, signal, time\n"
         "if os.environ['RANK'] == '0': os.kill(os.getppid(), signal.SIGTERM)\n"
@@ -128,9 +128,9 @@ def test_signal_during_the_start_leaves_no_worker_behind() -> None:
 # ---- Failures --------------------------------------------------------------------------------------------------------
 
 
-# With this many files the launcher starts some of 30 workers, and fails at a later one.
+# With this limit of files the launcher starts some of 30 workers, and fails at a later one.
 FILES_FOR_SOME_OF_30 = 125
-# With this many it fails before the first.
+# With this limit it fails before the first worker.
 FILES_FOR_NONE = 60
 
 
@@ -184,7 +184,7 @@ def test_two_machines_failing_at_once_report_one_failure(tmp_path: Path) -> None
 
 
 def test_worker_hung_in_the_kernel_is_not_restarted() -> None:
-    # A process is in that state until the child of its vfork has ended.
+    # A process hangs in the kernel until the child of its vfork has ended.
     code = "import ctypes, time; ctypes.CDLL(None).vfork(); time.sleep(60)"
     command = ["-n", "1", "--max-restarts", "3", "-c", code]
     with launchers(command, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1") as [launcher]:

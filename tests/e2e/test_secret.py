@@ -1,4 +1,4 @@
-"""Workers with the same secret meet, and others are refused."""
+"""Workers with the same secret meet. Workers with another secret are refused."""
 
 from __future__ import annotations
 

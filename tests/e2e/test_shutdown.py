@@ -1,4 +1,4 @@
-"""Graceful shutdown: it serves until every living worker has come, and then names the workers that have died."""
+"""A graceful shutdown serves until every living worker has called it. Then it names the workers that have died."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(name: str, value: int) -> int:
 
 
 def drive_others_that_serve(rank: int, driver: int, dying: list[int]) -> tuple[float, float]:
-    """Like parameter servers, the others only call ``rpc.shutdown()``; then ``dying`` are killed."""
+    """Drive workers that, like parameter servers, only call ``rpc.shutdown()``. Then kill ``dying``."""
     if rank == driver:
         living = [other for other in range(4) if other not in (driver, *dying)]
         held = [rpc.remote(f"worker{other}", echo, (other,)) for other in range(4)]
@@ -53,7 +53,7 @@ def drive_others_that_serve(rank: int, driver: int, dying: list[int]) -> tuple[f
         for _ in range(3):
             for other in living:
                 assert ask(f"worker{other}", 7) == 7
-                # Survivors reach each other, and this worker, as before.
+                # Survivors still reach each other and this worker.
                 for third in [*living, driver]:
                     assert rpc.rpc_sync(f"worker{other}", ask, (f"worker{third}", 8)) == 8
             time.sleep(0.3)
@@ -108,7 +108,7 @@ def shut_down_with_rrefs_of_the_dead(rank: int) -> float:
     if rank == 0:
         kept.extend(rpc.remote(f"worker{other}", echo, (torch.ones(3),)) for other in (1, 2))
         for other in (1, 2):
-            # A reference that its owner passes to a worker is freed by that worker alone.
+            # If an owner passes a reference to a worker, only that worker can free it.
             rpc.rpc_sync(f"worker{other}", keep, (*kept, rpc.RRef(rank)))
         failure_of(lambda: rpc.rpc_sync("worker1", die), WorkerLost)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Workers that are silent or cut off: the time of detection, and silences without an end."""
+"""Workers that are silent or cut off: when they count as lost, and when they do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._failures import LOST_SOON, SHORT_LIMIT, echo, failure_of, is_lost, leave_
 
 pytestmark = pytest.mark.ucx_only
 
-# heartbeat_limit, in seconds, of tests that wait for its end.
+# heartbeat_limit, in seconds, for tests that wait until it has passed.
 LIMIT = 3.0
 
 TCP_ESTABLISHED = "01"  # in /proc/net/tcp
@@ -35,7 +35,7 @@ counted: collections.Counter[int] = collections.Counter()
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this process, like Ctrl-Z, until its child continues it."""
+    """Stop this process as Ctrl-Z does, until its child continues it."""
     me = os.getpid()
     stopped = f"grep -q 'State:.T' /proc/{me}/status"
     wait_and_resume = f"until {stopped}; do sleep 0.02; done; sleep {seconds}; kill -CONT {me}"
@@ -44,7 +44,7 @@ def stop_for(seconds: float) -> None:
 
 
 def hold_the_gil(seconds: float) -> None:
-    # A PyDLL keeps it during the call.
+    # A PyDLL keeps the GIL during the call.
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
@@ -64,7 +64,7 @@ def see_silence(rank: int, fate: Fate, what: str) -> None:
             while not pending.done():
                 before = time.monotonic()
                 assert before - start < 2 * LIMIT, "no worker noticed"
-                # The other workers notice nothing.
+                # The other workers are not affected.
                 assert rpc.rpc_sync("worker2", echo, (2,)) == 2
                 slowest = max(slowest, time.monotonic() - before)
         noticed = time.monotonic()
@@ -141,7 +141,7 @@ def call_over_a_slow_network(rank: int) -> None:
             assert rpc.rpc_sync("worker1", echo, (small,)) == small
             small += 1
         assert torch.equal(large.wait(), tensor)
-        # If small calls waited for the tensor, there would be two: one on each way.
+        # If small calls waited for the tensor, only two would be answered: one in each direction.
         assert small > 4, small
 
 
@@ -151,7 +151,7 @@ def test_tensor_slower_than_the_limit_delays_no_small_call(hosts: VirtualHosts) 
 
 
 def connections(*, blocked: bool) -> set[tuple[str, str]]:
-    """TCP connections of this host: all, or only those with unacknowledged bytes."""
+    """Return the TCP connections of this host: all, or only those with unacknowledged bytes."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {(row[1], row[2]) for row in rows if row[3] == TCP_ESTABLISHED and (int(row[4][:8], 16) or not blocked)}
 
@@ -162,7 +162,7 @@ def lose_each_other(rank: int, fate: Fate, steps: Steps) -> None:
     calls = []
 
     def send(number: int) -> None:
-        # This size is sent without asking the receiver.
+        # UCX sends this size without asking the receiver.
         calls.extend(rpc.rpc_async(other, echo, (bytes(50_000),)) for _ in range(number))
 
     def is_lost_under_load() -> bool:
@@ -172,7 +172,7 @@ def lose_each_other(rank: int, fate: Fate, steps: Steps) -> None:
     send(200)
     if rank == 0:
         fate.of("b", "cut")
-    eventually(is_lost_under_load, "the cut")  # worker1 does not know that it is wanted
+    eventually(is_lost_under_load, "the cut")  # both workers send until they notice it
     waiting = connections(blocked=True)
     assert waiting, "nothing was under way"
     steps.meet("lost", rank, of=2)
@@ -193,7 +193,7 @@ def call_a_busy_worker(rank: int) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))
         busy = [rpc.rpc_async("worker1", hold_the_gil, (2.5 * SHORT_LIMIT,)) for _ in range(2)]
-        # More calls than threads, and each needs the GIL.
+        # There are more calls than threads, and each call needs the GIL.
         calls = [rpc.rpc_async("worker1", echo, (n,)) for n in range(40)]
         for call in busy:
             call.wait()

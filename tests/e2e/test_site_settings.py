@@ -1,4 +1,4 @@
-"""``init_rpc`` in processes that the site has limited."""
+"""``init_rpc`` in processes with limits or settings of the machine."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_without_an_agent_there_are_no_statistics(rank: int) -> None:
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
-    """Sample by name and peer, as Prometheus's own parser reads them."""
+    """Return the samples by name and peer, as Prometheus's own parser reads them."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     return {
@@ -206,7 +206,8 @@ def test_taken_port_fails_init_rpc_and_a_retry_works(rank: int) -> None:
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
-    """Exit code and output of ``python -m torch_ucx_rpc``, run in this process, which it asks like any other."""
+    """Run ``python -m torch_ucx_rpc`` in this process; return its exit code and output. It asks this worker like any
+    other."""
     from _torch_ucx_rpc_cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -241,7 +242,7 @@ def test_workers_on_other_hosts_are_asked_by_rpc() -> None:
 def test_nonsense_gets_no_answer_and_does_no_harm(rank: int) -> None:
     [own] = [found for found in observation().workers_of_this_host() if found.pid == os.getpid()]
     questions = (b"\n", b"GET / HTTP/1.1\r\n\r\n", b'["0"]\n', b"[true]\n", b'{"0": 1}\n', b"\xff\0\n")
-    # torch takes no number beyond 16 bits for a rank.
+    # torch accepts ranks of at most 16 bits.
     for nonsense in (*questions, b"[" * 99_999 + b"\n", b"[99999]\n", b"[-99999, 1e9]\n", b"[" + b"9" * 9_999 + b"]\n"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(observation()._address(own.name))

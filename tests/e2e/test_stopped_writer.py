@@ -1,4 +1,4 @@
-"""A process that is stopped while it writes into a worker's shared memory: the others still reach the worker."""
+"""A process is stopped while it writes into a worker's shared memory. The others still reach the worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     circle = folder / "circle"
     circle.write_bytes(CIRCLE.ljust(mmap.PAGESIZE, b"\0"))
     rpc.rpc_async("worker1", write_into_nothing, ("worker0", folder))
-    # Stopped at once: after 50 ms the thread would count as running, and not as copying.
+    # Stop it at once: after 50 ms the thread would count as running, not as copying.
     with circle.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as seen:
         while seen[REACHED] == 0:
             pass
@@ -66,8 +66,8 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     with Stalls() as stalls:
         stopped = time.monotonic()
         eventually(is_answered, "worker2 is heard over the network")
-        # The move to the network takes two seconds at most. The first messages, and an unanswered question, take time
-        # too.
+        # The move to the network takes at most two seconds. The first messages and an unanswered question take the
+        # rest.
         assert time.monotonic() - stopped < 4 + stalls.seconds()
     assert all(lane.startswith("tcp/") for lane in lanes_to("worker2"))
     for number in range(100):
@@ -86,7 +86,7 @@ def lanes_to(name: str) -> list[str]:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the circle is x86-64's")
 def test_worker_made_deaf_by_a_stopped_writer_is_still_reached(tmp_path: Path) -> None:
-    # The queue is examined only after the writer has been stopped.
+    # With this limit the queue is examined only after the writer has been stopped.
     options = {"heartbeat_limit": 60}
     body = leave_ungracefully_after(be_deaf_to_a_neighbour)
     workers.run_workers(3, body, tmp_path, options=options, **DEATH_OF_WORKER1)

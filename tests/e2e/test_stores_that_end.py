@@ -1,4 +1,4 @@
-"""Groups whose Store ends before they do: with the process of rank 0, or by the deletion of its file."""
+"""Groups that outlive their Store: it ends with the process of rank 0, or its file is deleted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def somebody_listens(port: int) -> bool:
     except ConnectionRefusedError:
         return False
     except ConnectionResetError:
-        pass  # its process was ending
+        pass  # the server's process was ending
     return True
 
 
@@ -95,7 +95,7 @@ def leave_without_file(rank: int, steps: Steps, job: Path, world_size: int | Non
     steps.wait_for("joined 0", "joined 1")
     if rank == 1:
         steps.wait_for("never")
-    # Like a program that keeps the file in a TemporaryDirectory, and ends with an error.
+    # A program that keeps the file in a TemporaryDirectory does this when it ends with an error.
     shutil.rmtree(job)
     with Stalls() as stalls:
         os.kill(rpc_pid_of(1), signal.SIGKILL)

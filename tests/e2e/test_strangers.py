@@ -1,4 +1,4 @@
-"""Jobs with a secret: calls work as without one, and processes without it stay outside."""
+"""Jobs with a secret: calls work as without a secret, and processes that lack it stay outside."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch_ucx_rpc._bootstrap import members
 from torch_ucx_rpc._bootstrap.secret import Entry
 from torch_ucx_rpc.errors import CallTimedOut, RRefLost
 
-# Run here with a secret.
+# These tests run here with a secret.
 from .test_calls import (  # noqa: F401
     test_all_workers_call_all_at_once,
     test_async_execution_answers_when_its_future_is_done,
+    test_each_of_thousands_of_calls_gets_its_own_answer,
     test_exceptions_of_the_callee_keep_type_and_message,
     test_handlers_may_call_other_workers_and_back,
-    test_thousands_of_calls_in_flight_get_each_its_own_answer,
 )
 from .test_dynamic_groups import Steps, test_workers_join_and_leave_one_after_the_other  # noqa: F401
 from .test_rrefs import owned_here, test_all_workers_hold_references_to_all_others  # noqa: F401
@@ -47,7 +47,7 @@ def run_workers(rpc_backend: str, transport: workers.Transport) -> Callable[...,
 
 
 def refused() -> int:
-    """Frames that this worker has refused."""
+    """Return the number of frames that this worker has refused."""
     return int(agent().get_metrics()["agent.frames_refused"])
 
 
@@ -83,11 +83,11 @@ def create_an_rref_too_late(rank: int) -> None:
                 rref._get_future().wait()
             with pytest.raises(RRefLost, match=r"rpc.remote\(\) timed out"):
                 rref.to_here()
-        # The shutdown waits a second for an owner, which may take longer to receive so much.
+        # The shutdown waits only a second for an owner. It may take longer to receive so much.
         eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
 
 
-def test_rref_timed_out_before_torch_knew_it_is_lost(run_workers: Callable[..., list]) -> None:
+def test_rref_that_timed_out_before_torch_knew_it_is_lost(run_workers: Callable[..., list]) -> None:
     run_workers(2, create_an_rref_too_late)
 
 
@@ -168,7 +168,7 @@ def take_another_secret() -> None:
 
 
 def believe_everything_without_the_secret() -> None:
-    """Like a program that can read the Store and omits our checks."""
+    """Behave like a program that can read the Store and omits our checks."""
     take_another_secret()
 
     def believe(text: bytes, secret: object) -> Entry:
@@ -188,9 +188,9 @@ def test_a_joiner_with_another_secret_is_refused_with_both_named(
 
 
 def test_a_stranger_that_asks_to_join_is_ignored(run_workers: Callable[..., list], tmp_path: Path) -> None:
-    # Its join and its goodbye are refused.
+    # The member refuses the stranger's join and its goodbye.
     arguments = (join_beside_a_member, Steps(tmp_path), believe_everything_without_the_secret, 2)
-    # The member warns of it on stderr.
+    # The member warns of this on stderr.
     [member, error] = run_workers(2, *arguments, init=False, silent=False)
     assert "has waited 2 s (init_timeout) to be admitted to the group by rank 0 ('worker0'" in error
     assert member == "ok"

@@ -1,4 +1,4 @@
-"""Every kind of tensor arrives equal, or the sender raises one sentence with the kind, the place and the cure."""
+"""Every kind of tensor arrives equal, or the sender raises an error that names the kind, the place and the cure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = 1 << 20
 
 
 class Plain(torch.Tensor):
-    """A subclass with memory of its own, which torch pickles by its bytes."""
+    """A subclass with its own memory. torch pickles its bytes."""
 
 
 class Wrapper(torch.Tensor):
@@ -146,7 +146,7 @@ WAYS: dict[str, Callable[[str, int], object]] = {
 
 def is_one_sentence(kind: str, said: str) -> bool:
     is_expected = re.search(KINDS[kind][1], said) and re.search(PLACE, said)
-    return bool(is_expected and re.fullmatch(r"[^\n]*\.(\n\nAt:\n.*)?", said, re.DOTALL))  # torch adds Python's lines
+    return bool(is_expected and re.fullmatch(r"[^\n]*\.(\n\nAt:\n.*)?", said, re.DOTALL))  # with a stack, or without
 
 
 def is_refused(way: str, kind: str) -> bool:
@@ -156,7 +156,7 @@ def is_refused(way: str, kind: str) -> bool:
 def complaints(way: str) -> list[str]:
     found = []
     for kind, n in itertools.product(KINDS, (1000, LARGE)):
-        print(way, kind, n, flush=True)  # shows the case if the call ends the process
+        print(way, kind, n, flush=True)  # if the call ends the process, this line shows the case
         where = f"{kind}, {n}, as {way}"
         try:
             WAYS[way](kind, n)
@@ -176,7 +176,7 @@ def find_no_complaints(rank: int, way: str) -> None:
     if rank == 0:
         found = complaints(way)
         assert not found, "\n".join(found)
-        # Both workers go on.
+        # Both workers still work.
         assert rpc.rpc_sync("worker1", first, args=(numbers(LARGE) + 1,)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Tensors arrive as they were sent: every bit, and everything that is not bits."""
+"""Tensors arrive as they were sent: all their bits and all their properties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 
 
 def holds_plain_bytes(dtype: torch.dtype) -> bool:
-    """Whether torch can make tensors of this dtype from bytes alone; quantized ones also need a scale."""
+    """Whether torch can make tensors of this dtype from bytes only. Quantized ones also need a scale."""
     if "qint" in str(dtype) or "quint" in str(dtype):
         return False
     try:
@@ -38,7 +38,7 @@ def random_bytes(n: int) -> torch.Tensor:
 
 
 def random_bits(dtype: torch.dtype, n: int) -> torch.Tensor:
-    """Any bytes, NaNs with payloads included."""
+    """Return a tensor of random bytes, which include NaNs with payloads."""
     if dtype is torch.bool:
         return random_bytes(n) < 128
     return random_bytes(n * dtype.itemsize).view(dtype)
@@ -158,7 +158,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def properties(tensor: torch.Tensor) -> dict[str, object]:
     found = {name: getattr(tensor, name) for name in ("dtype", "shape", "layout", "device", "requires_grad", "is_leaf")}
     if tensor.layout is torch.strided:
-        # A tensor with gaps or overlaps may arrive contiguous. Others keep their order, as in torch's own copies.
+        # A tensor with gaps or overlaps may arrive contiguous. Other tensors keep their order, as in torch's own
+        # copies.
         if tensor.is_quantized or torch.empty_like(tensor).stride() == tensor.stride():
             found["strides"] = tensor.stride()
     elif tensor.layout is torch.sparse_coo:
@@ -197,12 +198,12 @@ def make(case: str) -> torch.Tensor:
 
 
 @pytest.mark.ucx_only
-# Not silent: torch warns once, from C++, that some of these kinds are deprecated or experimental.
+# Not silent: torch's C++ warns once that some of these kinds are deprecated or experimental.
 @in_worker0(of=2, timeout=120, silent=False)
 def test_tensors_arrive_as_they_were_sent() -> None:
     failures = []
     for case in CASES:
-        # This shows the case if the call ends the process.
+        # If the call ends the process, this line shows the case.
         print(case, flush=True)
         for way, look in (
             ("as argument", lambda case=case: rpc.rpc_sync("worker1", differences_at_arrival, args=(case, make(case)))),
@@ -243,7 +244,7 @@ def test_only_the_elements_of_a_view_travel() -> None:
         torch.tensor(1.0).expand(10**9),
     ):
         assert bytes_sent(view) < 64 << 10
-    # Two views of the same part of one storage are the same bytes, which need not travel twice.
+    # Two views of the same part of one storage share bytes, which need not travel twice.
     assert bytes_sent(huge, huge.view(4096, 4096)) < nbytes + 4096
     # Overlapping views of different dtypes, at no whole number of elements from each other.
     octets = huge.view(torch.uint8)
@@ -292,7 +293,7 @@ def test_thousands_of_tensors_travel_in_one_call() -> None:
 
 @in_worker0(of=2)
 def test_many_small_tensors_arrive_exactly() -> None:
-    # These are more than fit into the body, and more than can each have a span of their own.
+    # These are more than fit into the body, and more than the number of spans.
     sizes = [2000] * 1000 + [9000] * 600 + [1, 0, 300_000]
     tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
     for expected, actual in zip(tensors, reversed(rpc.rpc_sync("worker1", backwards, args=(tensors,))), strict=True):
@@ -373,7 +374,7 @@ def kept_numbers() -> list[set[float]]:
 
 @in_worker0(of=2)
 def test_messages_never_share_memory() -> None:
-    # Kept tensors must not change while the buffers of others come and go.
+    # Kept tensors must not change while other buffers are reused.
     futures = []
     for number in range(60):
         small, large = torch.full((10,), float(number)), torch.full((LARGE // 4,), float(number))

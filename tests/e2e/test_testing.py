@@ -1,4 +1,4 @@
-"""The agent with faults: its options choose it, and it is imported on demand."""
+"""The agent with faults: its options choose it, and its module is imported on demand."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def combine_there(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """One more hop: the gradients have to come back the same way."""
+    """Make one more hop: the gradients must come back the same way."""
     return rpc.rpc_sync(name, combine, args=(a, 2 * b)) + a.sum()
 
 
@@ -50,7 +50,7 @@ def test_gradients_through_calls_equal_local_ones() -> None:
             lambda a, b: combine(a, 2 * b) + a.sum(),
             n,
         )
-        # Both operands are used again here, and by two workers.
+        # This worker and two others use both operands again.
         assert_gradients_equal(
             lambda a, b: (
                 rpc.rpc_sync("worker1", torch.mm, args=(a, b)) + rpc.rpc_sync("worker2", torch.mm, args=(b, a)) * a

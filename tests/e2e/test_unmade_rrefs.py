@@ -1,4 +1,4 @@
-"""`rpc.remote` that fails at the owner before there can be a value: every use of the RRef raises the owner's error."""
+"""If `rpc.remote` fails at the owner before a value exists, every use of the RRef raises the owner's error."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ WAYS: dict[str, Callable[[rpc.RRef], object]] = {
     "third worker": lambda rref: rpc.rpc_sync("worker2", value_of, (rref,)),
     "owner": lambda rref: rpc.rpc_sync(rref.owner_name(), value_of, (rref,)),
 }
-# torch itself keeps an RRef that was used in these ways and whose function has raised.
+# After these uses, torch itself keeps an RRef whose function has raised.
 ASYNCHRONOUS: dict[str, Callable[[rpc.RRef], object]] = {
     "rpc_async": lambda rref: rref.rpc_async().bit_length().wait(),
     "remote": lambda rref: rref.remote().bit_length().to_here(),
@@ -112,7 +112,7 @@ def assert_no_references() -> None:
 
 
 def error_of(use: Callable[[rpc.RRef], object], rref: rpc.RRef) -> tuple[type[Exception] | None, str]:
-    """Type and text alone: the exception itself would keep frames that hold the RRef."""
+    """Return only the type and text: the exception itself would keep frames that hold the RRef."""
     try:
         use(rref)
     except Exception as error:
@@ -130,7 +130,7 @@ def assert_raises(uses: Iterable[Callable[[rpc.RRef], object]], rref: rpc.RRef, 
 
 
 def ways_for(name: str) -> list[Callable[[rpc.RRef], object]]:
-    # Where a script fails, torch makes an RRef of another type, and so refuses references to it that reach the owner.
+    # If a script fails, torch makes an RRef of another type. Then it refuses references that reach the owner.
     return [use for way, use in WAYS.items() if name != "unknown script" or way in ("to_here", "third worker")]
 
 
@@ -152,7 +152,7 @@ def ask(rank: int, name: str, owner: str) -> None:
         assert_raises(ASYNCHRONOUS.values(), FAILURES[name][0](owner), name)
 
 
-# Only the caller knows the reason.
+# worker0 itself knows the function and the script that other workers do not know.
 @pytest.mark.parametrize(
     ("name", "owner"),
     [(name, "worker1") for name in FAILURES] + [(name, "worker0") for name in FAILURES if "unknown" not in name],
@@ -224,7 +224,7 @@ def occupy_a_thread() -> None:
     rpc.rpc_sync("worker0", wait_at_gate)
 
 
-# All threads of the owner wait, so that it refuses the request before it has read it.
+# All threads of the owner wait, so it refuses the request unread.
 @workers.over_shared_memory
 @workers.in_worker0(of=3, options={"num_worker_threads": 4, "max_worker_threads": 4}, silent=False)
 def test_an_rref_that_its_owner_had_no_thread_for_is_lost() -> None:

@@ -1,4 +1,4 @@
-"""The import of the package changes these places in torch, and no other. A new patch belongs here, and in `_torch`.
+"""The import of the package changes only these places in torch. A new patch belongs in this list, and in `_torch`.
 
 One more change is in C++, where no comparison is possible: a translator of exceptions (``_torch/patches.py``).
 """
@@ -16,7 +16,7 @@ PATCHED = {
     # The code of `rpc.init_rpc`, which programs may have imported, and the function that the new code calls.
     "torch.distributed.rpc.init_rpc.__code__",
     "torch.distributed.rpc._torch_ucx_rpc_init_rpc",
-    # "UCX" as a backend: a new enum in both places, and a new member of the one before.
+    # "UCX" as a backend: a new enum in both places, and a new member of the former enum.
     "torch.distributed.rpc.BackendType",
     "torch.distributed.rpc.backend_registry.BackendType",
     "torch.distributed.rpc.backend_registry.BackendType.UCX",
@@ -32,13 +32,13 @@ PATCHED = {
     # The exception of a callee.
     "torch.distributed.rpc.internal._handle_exception",
     "torch.distributed.rpc.internal.deserialize",
-    # The pickling of values; and, by Python's own pickle, the type of a callee's exception.
+    # How values are pickled, and how Python's own pickle treats the type of a callee's exception.
     "torch.distributed.rpc.internal._internal_rpc_pickler._dispatch_table",
     "copyreg.dispatch_table[torch_ucx_rpc._torch.exceptions._TypeOfBoth]",
 }
 
-# The keys of the table of torch's pickler that are new or have another reducer. Types of arrays come with their first
-# array.
+# The types in the table of torch's pickler that are new or have another reducer. A type of array is added with its
+# first array.
 REDUCED = {
     "torch.Tensor",
     "torch.distributed.rpc.internal.PythonUDF",
@@ -127,7 +127,7 @@ report()
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
-    """The changes in a fresh interpreter: after importing the package, and after further patches."""
+    """Return the changes in a fresh interpreter after importing the package, and after further patches."""
     [ended] = workers.run_program(COMPARE)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
@@ -135,7 +135,7 @@ def reports() -> list[dict[str, Any]]:
 
 def test_importing_changes_only_the_listed_places(reports: list[dict[str, Any]]) -> None:
     report, _ = reports
-    # torch 2.13 has some 30,000; many fewer would mean that this looks in the wrong places.
+    # torch 2.13 has about 30,000 objects. Far fewer would mean that the test looks in the wrong places.
     assert report["objects"] > 10_000
     assert set(report["changed"]) == PATCHED
     assert set(report["reduced"]) == REDUCED

@@ -104,7 +104,7 @@ MUTANTS = (
         "cpp-contexts-of-the-dead-stay",
         re.compile(r"contexts = orphanedContexts\(.*?\}\);", re.DOTALL),
         "",
-        ("test_contexts_of_a_dead_worker_are_closed_all_along_the_way",),
+        ("test_contexts_of_a_dead_worker_are_closed_on_all_workers",),
     ),
     Mutant(
         "cpp-a-death-releases-a-barrier",

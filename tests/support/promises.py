@@ -139,7 +139,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Using that RRef raises an error": ("test_worker_outlives_owners_of_rrefs_in_the_making",),
         "An RRef whose `rpc.remote` timed out raises `RRefLost`": (
             "test_each_rref_whose_creation_timed_out_says_so",
-            "test_rref_timed_out_before_torch_knew_it_is_lost",
+            "test_rref_that_timed_out_before_torch_knew_it_is_lost",
         ),
         "Its owner frees the value": ("test_an_rref_whose_creation_timed_out_is_freed_by_its_owner",),
         "If an owner cannot read the request for an RRef": (
@@ -161,7 +161,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "PartsOfACanceledMessageAreHandedOutAtOnce",
         ),
         "Contexts of distributed autograd that it opened are closed": (
-            "test_contexts_of_a_dead_worker_are_closed_all_along_the_way",
+            "test_contexts_of_a_dead_worker_are_closed_on_all_workers",
             "test_a_worker_that_joins_again_has_no_contexts_from_before",
         ),
         "References that it got by `rpc.remote` or from a third worker": (
@@ -170,7 +170,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "References that its running calls create afterwards": ("LaterStateOfRunningHandlersIsReleasedOnceASecond",),
         "Waiting for an RRef that it was to create here raises an error": (
-            "test_no_wait_for_a_value_that_a_dead_worker_was_to_make",
+            "test_waits_for_values_a_dead_worker_promised_fail",
             "test_a_worker_takes_the_place_of_one_that_was_killed",
         ),
         "Using an RRef that it owned raises `RRefLost`": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
