@@ -43,7 +43,7 @@ _DOUBTED_S = 1.0
 
 
 class Agent(Protocol):
-    """The part of the agent (``_agent``) that a dynamic group uses; ``_C.pyi`` documents its own methods."""
+    """The part of the agent (``_agent``) that a dynamic group uses; ``_C.pyi`` declares the methods in C++."""
 
     def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None: ...
     def get_worker_infos(self) -> list[WorkerInfo]: ...

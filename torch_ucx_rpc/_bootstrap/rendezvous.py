@@ -194,7 +194,7 @@ def _serve_job(address: JobAddress) -> TCPStore:
     if host is None:
         raise JoinFailed(
             f"rank 0 runs on {socket.gethostname()}, and the other workers are going to look for it at "
-            f"{' and '.join(address.hosts)}, as MASTER_ADDR says or the launcher: set MASTER_ADDR to the "
+            f"{' and '.join(address.hosts)}, as MASTER_ADDR or the launcher says: set MASTER_ADDR to the "
             f"host of rank 0."
         )
     for port in address.ports:
@@ -228,7 +228,7 @@ def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
             raise JoinTimedOut(
                 f"the Store of this job is not at {address}, after {deadline.timeout:g} s: rank 0 must be running "
                 f"there. Check that it has started and got as far as init_rpc(), and that its host can be reached; if "
-                f"it is another one, set MASTER_ADDR. ({places})",
+                f"rank 0 is on another host, set MASTER_ADDR to that. ({places})",
                 timeout=deadline.timeout,
             )
         time.sleep(min(pause, deadline.remaining()))

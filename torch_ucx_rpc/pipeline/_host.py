@@ -100,7 +100,7 @@ class Host:
     # -------------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        # A new thread adopts the number of torch.set_num_threads when it asks for it.
+        # A new thread adopts the number that torch.set_num_threads has set once it asks for the number.
         torch.get_num_threads()
         try:
             # Making the stages computes too, so this thread does it: another one would have an OpenMP team of its own.
@@ -151,7 +151,7 @@ class Host:
             is_answered, orders = decode(message)
         except Exception as error:
             raise RuntimeError(
-                "it could not take the order. What goes to a worker must be of modules that can be imported there: "
+                "it could not unpickle the order. Objects for a worker must be of modules that it can import: "
                 f"{type(error).__name__}: {error}"
             ) from None
         result: Any = None

@@ -251,7 +251,7 @@ def _check(rows: Sequence[Row], workers: int, stages: int, micro_batches: int) -
             if halves and (stage, "B", number) in seen:
                 raise ScheduleError(
                     f"the schedule has {stage}B{number} and also {stage}{halves[0]}{number}: B is I and W in one; keep "
-                    f"either."
+                    f"one of them."
                 )
             for kind, what in ("F", "forward"), *[(kind, "backward") for kind in ("IW" if halves else "B")]:
                 if (stage, kind, number) not in seen:

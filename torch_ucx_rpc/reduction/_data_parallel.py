@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         assert gradient is not None
         if gradient.is_sparse:
             raise ValueError(
-                "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True); leave that out"
+                "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True): use dense ones"
             )
         bucket.fill(index, gradient)
         # All trainers put them in this order.

@@ -150,8 +150,8 @@ class Server:
         most = max(self.trainers, 1 if self.trainers > 1 else len(self.office.life.living()))
         if quorum > most:
             raise ValueError(
-                f"quorum={quorum} can never be reached: there are {most} trainers, of which that many would have to "
-                f"come for each step; give at most {most}, or serve(..., trainers=N) if more will join"
+                f"quorum={quorum} can never be reached: there are {most} trainers. Give at most {most}, or "
+                f"serve(..., trainers=N) if more will join"
             )
 
     def check_shapes(self, tensors: Sequence[Tensor]) -> None:
