@@ -12,8 +12,7 @@
 namespace torch_ucx_rpc {
 
 // A growable byte buffer that owns its memory. Unlike std::vector it does not zero memory that its owner is about to
-// overwrite: a body of a quarter of a MiB would otherwise be written twice. A moved-from buffer is empty. Not
-// thread-safe.
+// overwrite. So a body of a quarter of a MiB is written only once. A moved-from buffer is empty. Not thread-safe.
 class Bytes {
  public:
   Bytes() = default;

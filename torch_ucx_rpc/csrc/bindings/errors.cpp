@@ -14,8 +14,8 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Functions of Python that turn C++ exceptions into those that programs see. Never destroyed, since the interpreter may
-// be gone first.
+// Python functions that turn C++ exceptions into the exceptions that programs see. Never destroyed, since the
+// interpreter may be gone first.
 struct Translators {
   // Finds the Python exception that a std::runtime_error once was, before it becomes a RuntimeError.
   py::object original;

@@ -44,7 +44,7 @@ class DevicePool {
     kReplacedTorch, // the one that has replaced torch's, and does not wait for them
     kEntryPoints,
   };
-  // Memory of sources other than kTorch; torch has statistics of its own.
+  // Memory of sources other than kTorch; torch has its own statistics.
   struct Statistics {
     uint64_t inUseBytes = 0;
     uint64_t heldBytes = 0; // released and held back
@@ -64,8 +64,8 @@ class DevicePool {
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
-  // Allocates memory of torch's own allocator, which may be written to once earlierWork() is done: for bytes that are
-  // copied into the pool's memory later. Null unless the source is kEntryPoints.
+  // Allocates memory from torch's own allocator, for bytes that are copied into the pool's memory later. The memory may
+  // be written to once earlierWork() is done. Null unless the source is kEntryPoints.
   c10::DataPtr allocateBeside(c10::Device device, uint64_t bytes);
   // Whether a check has shown that other processes cannot map this source's memory.
   bool isUnshareable() const {
@@ -78,8 +78,8 @@ class DevicePool {
   // Allocates memory that may be written to in the order of the current stream.
   c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
 
-  // Host memory for bytes that are received for a device and copied there later: pinned where setPinned() was called,
-  // the host pool's otherwise.
+  // Host memory for bytes that are received for a device and copied there later. It is pinned if setPinned() was
+  // called, and from the host pool otherwise.
   void setPinned(AllocatePinned allocate);
   c10::DataPtr allocateStaging(c10::Device device, uint64_t bytes);
 

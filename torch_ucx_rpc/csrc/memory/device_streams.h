@@ -39,12 +39,12 @@ Streams uncaptured(const Streams& streams);
 // allocator reuses it only once the stream has done the work that it had by then.
 void recordOnCurrentStream(const c10::DataPtr& data);
 
-// Makes a context current on the calling thread, once for each thread: UCX's CUDA transports expect that of the thread
+// Makes a context current on the calling thread, once for each thread. UCX's CUDA transports need one on the thread
 // that drives them. A failure of the device is raised where the device is used, not here.
 void makeContextCurrent(const Devices& devices);
 
-// The error for an exception of torch's about a device, without its backtrace. Its cause may be work that ran on the
-// device long before. A device without memory has not failed: that is ErrorCode::kOutOfMemory.
+// The error for torch's exception about a device, without its backtrace. Its cause may be work that ran on the device
+// long before. A device without memory has not failed: that is ErrorCode::kOutOfMemory.
 Error deviceFailed(const std::exception& failure);
 
 // The work that some streams had when the object was made; nothing if they were idle. Not thread-safe.

@@ -97,7 +97,7 @@ c10::DataPtr HostPool::allocate(size_t bytes) {
       const bool huge = size >= kHugePageBytes;
       fresh->data = mapAligned(size, huge ? kHugePageBytes : kPageBytes);
       if (huge) {
-        // Fails where the system has no huge pages; ordinary ones do as well.
+        // Fails if the system has no huge pages; ordinary pages work too.
         (void)madvise(fresh->data, size, MADV_HUGEPAGE);
       }
       block = fresh.release();

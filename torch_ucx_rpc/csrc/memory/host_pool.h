@@ -12,7 +12,7 @@
 namespace torch_ucx_rpc {
 
 // Memory for large host tensors that arrive. Touching fresh pages costs three to four times as much as the copy itself.
-// So a block goes back to the pool when its tensor dies, and the next message finds it warm.
+// So a block goes back to the pool with its tensor's end, and the next message finds it warm.
 //
 // - It is a real c10::Allocator: tensors in its blocks can be resized, and keep their memory for as long as they like.
 // - Blocks come in size classes, four to a power of two, so at most a fifth of a block is slack. From kHugePageBytes

@@ -60,8 +60,8 @@ struct OutgoingLoad {
 //
 // The worker lock guards all of it. Peer holds the values that other threads read.
 //
-// transition() alone changes the state, except that the end of the peer, which any thread may note in Peer::moveTo(),
-// closes the connection at once and for good:
+// transition() alone changes the state, with one exception: the end of the peer closes the connection at once and for
+// good. Any thread may note that end in Peer::moveTo().
 //
 //   state      means                                               event          next
 //   kUnmet     there is no endpoint; the next message makes one    kConnected     kOpen
@@ -81,7 +81,7 @@ class Connection {
   enum class State : uint8_t { kUnmet, kOpen, kResuming, kClosed };
   enum class Event : uint8_t {
     kConnected, // the endpoint has been made
-    kDisconnected, // the endpoint has failed over an error of this process; the peer is well
+    kDisconnected, // the endpoint has failed over an error of this process; the peer is healthy
     kBroken, // the endpoint has failed, and can be replaced: see mayResume()
   };
 
@@ -203,7 +203,7 @@ class Connection {
   unsigned roundsToResume = 0; // until another endpoint is made
   unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
 
-  // A frame that the peer may have to send again: one that has not come, after an endpoint of this worker has failed.
+  // The number of a frame that the peer may have to send again, because an endpoint of this worker has failed. 0: none.
   uint64_t lacking() const {
     return peer_.timesResumed.load(std::memory_order_relaxed) == 0 ? 0 : incoming.lacking();
   }
@@ -227,7 +227,7 @@ class Connection {
 // The connections of this worker. Guarded by the worker lock.
 //
 // Callbacks of the transport must neither send nor receive. They note in a connection what there is to do, and make it
-// ready. Messenger::startDeferredWithWorkerLock() then looks at the ready connections alone: a round without any costs
+// ready. Messenger::startDeferredWithWorkerLock() then visits only the ready connections. A round without any costs
 // nothing, however many peers there are.
 class Connections {
  public:

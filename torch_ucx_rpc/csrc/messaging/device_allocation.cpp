@@ -10,8 +10,8 @@ namespace torch_ucx_rpc {
 namespace {
 
 // Memory of the device for bytes that a process of this machine sends, which has to map it. RMM's resources may give
-// memory that cannot be mapped, such as cudaMallocAsync's: UCX would copy through the host's memory in small pieces,
-// under the worker lock. So torch's memory is taken instead, if it can be mapped.
+// memory that cannot be mapped, such as cudaMallocAsync's. UCX would copy it through host memory in small pieces, under
+// the worker lock. So torch's memory is taken instead, if it can be mapped.
 void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transport) {
   DevicePool& pool = DevicePool::instance();
   if (!pool.isUnshareable()) {

@@ -5,9 +5,8 @@
 
 namespace torch_ucx_rpc {
 
-// Asks devices, whose progress no event announces: whether the work is done that messages wait for, and whether
-// released device memory is still in use. Idle where RPC uses no devices. Thread-safe, except functions that need the
-// worker lock.
+// Asks devices whether the work is done that messages wait for, and whether released device memory is still in use. No
+// event announces either. Idle where RPC uses no devices. Thread-safe, except functions that need the worker lock.
 class DeviceWatch : private MessengerParts {
  public:
   DeviceWatch(const MessengerParts& parts, const DevicesInUse& devices);

@@ -21,7 +21,8 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
   for (std::unique_ptr<OutgoingMessage>& message : sent) {
     dispatchSent(*message);
-    // A waiting caller holds no locks of torch's, so the messages die with the batch, after everything else in it.
+    // A waiting caller does not hold torch's locks, so the messages are destroyed with the batch, after everything else
+    // in it.
     if (!driver) {
       buffer_.sentMessages_.destroyLater(message);
     } else if (driver->role != Role::kWaitingCaller) {
@@ -37,9 +38,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   for (Join& join : joins) {
     buffer_.handlers_.group->onJoin(join.session, std::move(join.record));
   }
-  // A driver runs short requests itself. A thread that is woken for one would compete with it for the processor. A
-  // waiting caller may be inside a task, in torch's handling of a request, and torch does not expect another request on
-  // that thread.
+  // A driver runs short requests itself. A thread that is woken for a short request would compete with the driver for
+  // the processor. A waiting caller may be inside a task, in torch's handling of a request, and torch does not expect
+  // another request on that thread.
   std::vector<IncomingMessage> onDriver;
   if (driver && !Executor::isInTask()) {
     std::erase_if(inOrder, [&](std::variant<IncomingMessage, Control>& event) {

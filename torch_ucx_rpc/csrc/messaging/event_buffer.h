@@ -67,7 +67,7 @@ class EventBuffer {
   }
   // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a waiting
   // caller that has nothing else to do. A leader must not, since nothing arrives until it is back. Other threads must
-  // not, since they may hold locks of torch's.
+  // not, since they may hold torch's locks.
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }

@@ -56,7 +56,7 @@ class PeerHandler {
   virtual ~PeerHandler() = default;
   virtual void onGoodbye(Peer& from) = 0;
   virtual void onFailure(Peer& peer, Error why) = 0;
-  // The endpoint to the peer has failed. The peer may be well, and another endpoint will be made.
+  // The endpoint to the peer has failed. The peer may be healthy, and another endpoint will be made.
   virtual void onBroken(Peer& peer) = 0;
   // A control frame was not sent. No call waits for it, but another worker may wait for its effect.
   virtual void onControlNotSent(Peer& to, const Error& why) = 0;

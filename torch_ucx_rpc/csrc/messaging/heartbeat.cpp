@@ -19,12 +19,13 @@ std::string seconds(std::chrono::milliseconds time) {
 
 Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   Findings findings;
-  // A stopped process, or one on a machine that slept, has heard no peer. That time is not the peers' silence.
+  // A stopped process, or one on a machine that slept, gets nothing from any peer. That time is not the peers' silence.
   const auto passed =
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
     Connection* const connection = peer->connection;
-    // A peer that has been heard may have lost its endpoint through a failure of this process. A ping makes another.
+    // A peer from which something has come may have lost its endpoint through a failure of this process. A ping makes
+    // another.
     if (connection == nullptr || !peer->isThere() ||
         (!connection->endpoint().has_value() && !connection->isHeard && !connection->mustRetry())) {
       continue;
@@ -43,7 +44,7 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
     }
     const bool isWatched = !peer->needsHeartbeat.load();
     if (isWatched && connection->outgoing.underWay == 0 && !silence.isSuspect) {
-      silence.lasted = Milliseconds(0); // the peer has no reason to say anything
+      silence.lasted = Milliseconds(0); // the peer has no reason to send anything
       continue;
     }
     silence.lasted += passed;

@@ -18,8 +18,8 @@ namespace torch_ucx_rpc {
 // Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
 // are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
 //
-// There are two limits. A peer that is silent for longer than the first is suspect: calls to it wait, and it is well
-// again with the next sign of life. It is lost when it then stays silent for the reconnect limit. A peer whose process
+// There are two limits. A peer that is silent for longer than the first is suspect: calls to it wait. The next sign of
+// life ends the suspicion. If the peer stays silent for the reconnect limit instead, it is lost. A peer whose process
 // is watched is never lost by silence. Time in which this process itself did not run does not count.
 // Connection::silence has the time. All functions run under the worker lock.
 class Heartbeat {

@@ -199,7 +199,7 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
       }
     } // else it was given up before
   } else if (isLocal(error.code()) && connection->endpoint() == endpoint) {
-    connection->setEndpoint(std::nullopt); // the peer is well, and the next message to it makes another one
+    connection->setEndpoint(std::nullopt); // the peer is healthy, and the next message to it makes another one
     connection->silence.isAsked = false; // the question may not have reached it
     // It may take the end of the connection for the end of this worker, and drop what comes later. Only its silence
     // shows that.

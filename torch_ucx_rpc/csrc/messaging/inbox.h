@@ -84,7 +84,7 @@ class Inbox final : public TransportListener, private ReceivingParts {
   }
 
  private:
-  // Looks at the number of a frame, and at what it acknowledges. False if the frame has come before.
+  // Notes the number of a frame, and the frames that it acknowledges. False if the frame has come before.
   bool takeNumber(Connection& from, const wire::Header& header, uint64_t bytes, bool isRendezvous);
   // Notes a rendezvous. Null if it has been announced before.
   Announcement* announce(Connection& from, const wire::Header& header, void* rendezvous);

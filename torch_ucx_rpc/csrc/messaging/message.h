@@ -41,8 +41,8 @@ struct OutgoingMessage {
   // each transfer of it has to be set up, so its pieces are larger.
   static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
   static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
-  // A span has at most this many pieces. The pieces of larger spans are larger, since each announced piece costs the
-  // receiver memory of UCX's.
+  // A span has at most this many pieces. The pieces of larger spans are larger, since UCX takes memory at the receiver
+  // for each announced piece.
   static constexpr size_t kMaxPieces = 256;
 
   struct Span {

@@ -185,8 +185,8 @@ bool Messenger::lead() {
   return isNeeded;
 }
 
-// One round: starts the work that callbacks of the transport, other threads and devices have made possible. It looks at
-// the connections that are ready, and at no others.
+// One round: starts the work that callbacks of the transport, other threads and devices have made possible. It visits
+// only the connections that are ready.
 void Messenger::startDeferredWithWorkerLock() {
   assertHoldsWorkerLock();
   devices_.beginRoundWithWorkerLock();

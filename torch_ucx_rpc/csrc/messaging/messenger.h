@@ -69,8 +69,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     outbox_.sendControl(to, kind);
   }
 
-  // Gives up calls whose callers no longer wait. Requests that have not left stay here, the callees of the others are
-  // told, and parts of their answers that have come are dropped.
+  // Gives up calls whose callers no longer wait. Requests that have not left stay here. The callees of the others get a
+  // cancellation. Parts of their answers that have come are dropped.
   void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
 
   // Receive or drop a value that PutHandler::onPutAnnounced() has held back.

@@ -331,7 +331,7 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   an endpoint    local        the next message makes another endpoint
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
 //
-// A message that has left in part never strands: at its first error withdraw() has the receiver told. Once the peer is
+// A message that has left in part never strands: at its first error, withdraw() tells the receiver. Once the peer is
 // gone or the outbox is closed nothing strands, and no frame tells the receiver.
 //
 // A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends
@@ -488,10 +488,10 @@ std::string Outbox::describeStranded() const {
     const auto stranded = std::ranges::find(held, OutgoingMessage::Wait::kRetry, &OutgoingMessage::waitsFor);
     if (stranded != held.end()) {
       return "cannot send to " + connection->peer().describe() +
-          " at present, and tries on: " + (*stranded)->error.message();
+          " at present, and keeps trying: " + (*stranded)->error.message();
     }
   }
-  return "messages could not be sent at first, and have been";
+  return "messages that could not be sent at first have now been sent";
 }
 
 void Outbox::retryStranded() {

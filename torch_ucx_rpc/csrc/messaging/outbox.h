@@ -39,9 +39,9 @@ class Outbox {
   // Sends the messages to a ready peer that can leave now. Must not be called inside a transport callback.
   void startDeferred(Connection& connection);
 
-  // Whether answers or control frames have failed over an error of this process, such as a full file table, and wait
-  // for retryStranded(). Their peers are well, and may wait for them. A request does not strand: its caller learns of
-  // the failure.
+  // Whether answers or control frames wait for retryStranded(), because they have failed over an error of this process,
+  // such as a full file table. Their peers are healthy, and may wait for them. A request does not strand: its caller
+  // learns of the failure.
   bool hasStranded() const {
     return stranded_ != 0;
   }
@@ -49,7 +49,7 @@ class Outbox {
   // A sentence for the log.
   std::string describeStranded() const;
 
-  // Reaches a peer of this machine over the network from now on, because one of the two hears nothing over shared
+  // Reaches a peer of this machine over the network from now on, because one of the two gets nothing over shared
   // memory. Messages under way stay where they are, and no longer take the room of later ones: they arrive when the
   // shared memory works again. On an error nothing has changed.
   Error moveToNetwork(Connection& connection);
@@ -94,7 +94,7 @@ class Outbox {
   void retryStranded(Connection& connection);
   // Fails the messages that wait. To be called when canLeave() is false.
   void failWaiting(Connection& connection);
-  // `room` counts the message. It is null for one that is not queued, or that fails at once.
+  // `room` counts the message. It is null for a message that is not queued, or that fails at once.
   void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, OutgoingLoad* room);
   // Makes the endpoint, unless there is one, or the message must not leave.
   Error connect(Connection& connection, const OutgoingMessage& message);

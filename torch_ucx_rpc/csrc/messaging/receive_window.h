@@ -68,9 +68,9 @@ class HandlingScope {
 };
 
 // Bounds the bytes of rendezvous messages that this worker takes in at a time. So memory stays bounded, and buffers
-// stay warm. Queued requests, which are being received or wait for a thread, have a lower bound whatever the limit:
-// more of them gain nothing, and only make memory cold. Bytes that are received into memory of devices have a bound of
-// their own, and do not count as queued: that memory does not get cold.
+// stay warm. Queued requests are those that are being received or wait for a thread. They have a lower bound, whatever
+// the limit: more of them gain nothing, and only make memory cold. Bytes that are received into device memory have a
+// separate bound, and do not count as queued: that memory does not get cold.
 //
 // The window cannot deadlock:
 // - Requests and responses have a budget each. A handler that waits for a large response gets it, however many requests
@@ -83,8 +83,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // The same while a message is being received. A slow network is not a deadlock, so this is longer; and a sender that
-  // hangs must not stop the others for good.
+  // The same while a message is being received. It is longer, because a slow network is not a deadlock. It is limited,
+  // because a sender that hangs must not stop the others for good.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // The most bytes of queued requests.
   static constexpr uint64_t kMaxQueuedBytes = 8ull * 1024 * 1024;
@@ -99,8 +99,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
       : limitBytes_(limitBytes), onRoom_(std::move(onRoom)) {}
 
-  // Admits the message if it fits now, and otherwise returns false: `bytes` are those for host memory. Needs the worker
-  // lock.
+  // Admits the message if it fits now, and otherwise returns false. `bytes` counts the bytes for host memory. Needs the
+  // worker lock.
   bool tryAdmit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes = 0);
   // Admits the message even if it does not fit. Needs the worker lock.
   void admit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes = 0);

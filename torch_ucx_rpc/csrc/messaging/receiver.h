@@ -46,8 +46,8 @@ class Receiver : private ReceivingParts {
   using Clock = std::chrono::steady_clock;
 
   // No further message is started if more bytes than this would then be received at a time. Messages received in
-  // parallel arrive no sooner than one after the other, but into more memory, which is cold. This much hides the
-  // latency of a network: 25 GB/s times 160 us.
+  // parallel arrive no sooner than one after the other, but into more memory, which is cold. This much hides a
+  // network's latency: 160 us at 25 GB/s.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
   // The same for memory of devices: two of their largest pieces, so that one is announced while the other is copied.
   static constexpr uint64_t kReceivingDeviceBytes = 2 * OutgoingMessage::kDevicePieceBytes;

@@ -30,8 +30,8 @@ struct Announcement {
 // A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory, and
 // earlier work on that memory is done. Then its pieces move from `assembled` to `parts`.
 struct Receiving {
-  // Where devices are in use, a body that comes by rendezvous is received first: it says where the spans go, and the
-  // transport must not be given memory of a device on one side only.
+  // If devices are in use, a body that comes by rendezvous is received first, since it says where the spans go. The
+  // transport must not get device memory on one side only.
   enum class Stage : uint8_t {
     kBody, // the body alone is received
     kMemory, // the spans get memory, and the body if it is still to be received

@@ -6,10 +6,10 @@
 
 namespace torch_ucx_rpc {
 
-// Tries work again for which no event tells when it can succeed:
-// - Messages that have stranded over an error of this process, such as a full file table, are sent, and connections
-//   move to the network. It tries every few milliseconds, with the files of a reserve.
-// - Connections whose endpoints have failed are resumed, and peers are asked for what they have not sent again.
+// Retries work for which no event shows when it can succeed:
+// - It sends messages that have stranded over an error of this process, such as a full file table, and moves
+//   connections to the network. It does so every few milliseconds, with the files of a reserve.
+// - It resumes connections whose endpoints have failed, and asks peers for frames that they have not sent again.
 //
 // All functions need the worker lock.
 class Retries : private MessengerParts {

@@ -200,7 +200,7 @@ void Barrier::onArrive(Rank from, uint64_t number, const Arrivals& arrivals) {
   {
     const std::lock_guard lock(mutex_);
     if (const auto known = results_.find(number); known != results_.end()) {
-      // The sender has not heard of the release.
+      // The sender has not got the release.
       if (link_.isPresent(from)) {
         outgoing.releases.push_back({from, number, known->second});
       }

@@ -33,16 +33,16 @@ namespace torch_ucx_rpc {
 // before it learns of that worker's end.
 //
 // 1. A round ends when all workers that are still present have arrived. It never waits for a worker that has left or
-// failed, and a death ends no round: the result names the dead. The coordinator alone decides, by what it sees itself:
-// a report that a worker is gone only makes it look (toContact()). 2. All living workers leave a round with the same
-// sum. A new coordinator decides no round that its predecessor has released to a worker that lives: that worker does
-// not arrive again, but tells its new parent the result. An arrival goes to the parent alone, and only the parent's end
-// changes the parent. So only the new coordinator can release a worker whose arrival has reached it. 3. Every worker
-// that waits has told all that it has collected to its parent: at once when nothing is missing below it, else at the
-// next tick(). It tells everything again when it gets another parent. A worker that has not entered the round keeps the
-// arrivals that it gets, and answers them when the round ends. 4. The parent's rank is below the worker's own. So
-// arrivals never run in a circle, even if workers see different members, and the present worker of lowest rank becomes
-// the coordinator.
+// failed, and a death ends no round: the result names the dead. The coordinator alone decides, from its own view. A
+// report that a worker is gone only makes the coordinator contact that worker (toContact()). 2. All living workers
+// leave a round with the same sum. A new coordinator does not decide a round that its predecessor has released to a
+// living worker: that worker does not arrive again, but sends its new parent the result. An arrival goes to the parent
+// alone, and only the parent's end changes the parent. So only the new coordinator can release a worker whose arrival
+// has reached it. 3. Every worker that waits has sent all its collected arrivals to its parent: at once when nothing is
+// missing below it, else at the next tick(). It sends everything again when it gets another parent. A worker that has
+// not entered the round keeps the arrivals that it gets, and answers them when the round ends. 4. The parent's rank is
+// below the worker's own. So arrivals never run in a circle, even if workers see different members, and the present
+// worker of lowest rank becomes the coordinator.
 //
 // A worker need not learn of the end of workers that it never talks to. It notices the end of its parent, because it
 // has sent to it. It notices the end of the workers directly below it, because it contacts them as long as arrivals are

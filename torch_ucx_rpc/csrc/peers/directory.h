@@ -28,7 +28,7 @@ class Directory {
   Peer* find(const std::string& name) const;
   Peer* findSession(uint64_t session) const;
 
-  // Throw RpcFailure if there is no such worker, with the names of those that exist.
+  // Throw an RpcFailure that names the existing workers, if there is no such worker.
   Peer& at(Rank rank) const;
   Peer& at(const std::string& name) const;
 

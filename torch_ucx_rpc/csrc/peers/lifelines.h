@@ -9,8 +9,8 @@
 
 namespace torch_ucx_rpc {
 
-// Notices within milliseconds that the process of a peer on another host has probably ended. UCX does so itself over
-// TCP, but not over InfiniBand and RoCE, where retries to a killed process went on for 11 s.
+// Notices within milliseconds that the process of a peer on another host has probably ended. UCX notices it over TCP,
+// but not over InfiniBand and RoCE, where retries to a killed process went on for 11 s.
 //
 // A lifeline is a TCP connection to a port that the peer's process listens on and never accepts from
 // (_bootstrap/lifeline.py). The peer's kernel ends the connection with the process. Nothing is sent. Thread-safe.
@@ -24,16 +24,16 @@ class Lifelines {
   Lifelines& operator=(const Lifelines&) = delete;
 
   // Connects to the port of `member`, unless it has none or this object is connected to it. `onCut` runs once, inside
-  // the watch, when the connection has ended and the port refuses another one. It never runs where the port could not
-  // be reached in the first place: a firewall or an address of another network says nothing about the peer. With
-  // `hasFailed`, another connection to the peer has ended: then `onCut` runs also if the port refuses the first one.
+  // the watch, when the connection has ended and the port refuses another one. It never runs if the port could not be
+  // reached at first: a firewall or an address of another network says nothing about the peer. With `hasFailed`,
+  // another connection to the peer has ended: then `onCut` runs also if the port refuses the first one.
   void connect(const Member& member, UniqueFunction<void()> onCut, bool hasFailed = false);
 
   // Closes the connection. `onCut` may be running already, or about to.
   void forget(const Member& member);
 
  private:
-  // A firewall may end a connection of its own accord. So may a stranger behind the same address, again and again.
+  // A firewall may end a connection for its own reasons. So may a stranger behind the same address, again and again.
   static constexpr int kReconnections = 3;
 
   struct Line {

@@ -27,7 +27,7 @@ struct Member {
   uint64_t pidNamespace = 0;
   uint64_t processStartTime = 0; // clock ticks since boot
   std::string user; // the user that it runs as; UCX's shared memory is open to one user alone
-  uint64_t session = 0; // random; tells this life of the worker from an earlier one
+  uint64_t session = 0; // random; distinguishes this life of the worker from earlier ones
   // Its first ids of RRefs, and of contexts of distributed autograd, in this life; random if other workers may take its
   // rank.
   int64_t firstRRefId = 0;
@@ -46,7 +46,7 @@ struct Member {
 struct Identity {
   Rank rank = 0;
   std::string name;
-  uint64_t session = 0; // random; tells this life of the worker from others
+  uint64_t session = 0; // random; distinguishes this life of the worker from others
 };
 
 // A worker of the job as this agent sees it: its identity, whether it is there, and the numbers that any thread may

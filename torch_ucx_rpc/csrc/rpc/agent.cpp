@@ -107,7 +107,7 @@ void UcxRpcAgent::shutdownImpl() {
     // - No task of the timer touches the objects that are taken down below.
     // - The threads end, and their remaining work is done here. The last answers are posted by then, and no handler
     //   takes part in a context of distributed autograd any more.
-    // - Peers hear the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
+    // - Peers get the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
     lifetime_.close();
     calls_.shutDown();
     channel_.shutDown();

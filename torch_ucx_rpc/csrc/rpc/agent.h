@@ -35,8 +35,8 @@ using torch::distributed::rpc::worker_id_t;
 // shutdown(). In a dynamic group, members come and go after start() too. Agent threads that are stuck in user code at
 // shutdown keep the object alive until they return.
 //
-// Threads that wait for a future, a barrier, join() or, in send(), an RRef's value call `whileWaiting` now and then,
-// and when a signal has come in. It may throw to end the wait (Ctrl-C).
+// Threads that wait call `whileWaiting` now and then, and when a signal has come in: for a future, a barrier, join(),
+// or in send() for an RRef's value. It may throw to end the wait (Ctrl-C).
 class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
  public:
   UcxRpcAgent(

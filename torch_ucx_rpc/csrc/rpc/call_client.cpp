@@ -25,7 +25,7 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// How long expire() looks for an RRef that torch does not know yet: torch knows it once the thread that has called
+// How long expire() looks for an RRef that torch does not know yet. torch knows it once the thread that has called
 // send() goes on, but programs may send such requests without torch.
 constexpr auto kRRefPatience = std::chrono::seconds(10);
 
@@ -33,7 +33,7 @@ constexpr auto kRRefPatience = std::chrono::seconds(10);
 constexpr auto kFailurePeriod = std::chrono::milliseconds(100);
 
 // The call that this thread has made last, which may be over. rpc_sync and RRef.to_here() make a call and then wait, so
-// the thread waits for this call. The future cannot tell: torch derives another one from the call's.
+// the thread waits for this call. The future does not identify the call: torch derives another future from the call's.
 thread_local trace::CallId latestCall;
 
 // Whether a failure concerns one message only: the callee lives, and this worker too.

@@ -17,9 +17,9 @@
 
 namespace torch_ucx_rpc {
 
-// Makes the calls of this worker, from send() to the completion of their futures. A call's future is completed exactly
-// once, by the event that takes the call out of the table: the answer, the deadline, the end of the callee, or
-// shutdown. Thread-safe.
+// Makes the calls of this worker, from send() to the completion of their futures. Exactly one event completes a call's
+// future, the one that takes the call out of the table: the answer, the deadline, the end of the callee, or shutdown.
+// Thread-safe.
 class CallClient final : public AnswerHandler, public PeerObserver, private AgentParts {
  public:
   // Threads that wait call `whileWaiting` now and then, and when a signal has come in. It may throw to end the wait
@@ -75,7 +75,7 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   // Opens the call, posts its request, and returns the call's id.
   uint64_t begin(CallTable::Call call, std::unique_ptr<OutgoingMessage> request);
   // To be called when the peer has answered a call, or never will. `call` is what CallTable::take() has returned. Sends
-  // the deletion of the RRef that the call was to make, if torch has given it up meanwhile.
+  // the deletion of the RRef that the call was to make, if torch has given it up by now.
   void settleRRef(const std::optional<CallTable::Call>& call, uint64_t callId, Peer& peer);
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);

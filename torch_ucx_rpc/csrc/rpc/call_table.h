@@ -19,8 +19,8 @@ namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::JitFuture;
 
-// The calls that wait for an answer. A call leaves the table exactly once, and the thread that takes it out completes
-// its future: with the answer, or because of the deadline, the peer's failure or shutdown. (JitFuture itself has no
+// The calls that wait for an answer. A call leaves the table exactly once. The thread that takes it out completes its
+// future, with the answer, or because of the deadline, the peer's failure or shutdown. (JitFuture itself has no
 // test-and-set.) Thread-safe.
 class CallTable {
  public:

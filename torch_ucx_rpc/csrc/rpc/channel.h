@@ -28,7 +28,7 @@
 namespace torch_ucx_rpc {
 
 // One-way tensors: a worker puts a value under a tag of another worker, where it waits to be taken. No function runs
-// for it and no thread is woken, except one that waits for this value; that thread drives while it waits.
+// for the value. No thread is woken, except a thread that waits for this value. That thread drives while it waits.
 //
 // A value is identified by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
 // earlier epoch are dropped, and their senders learn that. Values of a later epoch wait.
@@ -40,8 +40,8 @@ namespace torch_ucx_rpc {
 //   but not expected stay within kUntakenBytes. A sender lends at most kLentBytes to a receiver, and put() blocks
 //   beyond that.
 //
-// A large tensor is received straight into the tensor that was posted for it, if that has the same layout, is on the
-// CPU and contiguous. Thread-safe.
+// A large tensor is received straight into the tensor that was posted for it, if both have the same layout and the
+// posted one is contiguous and on the CPU. Thread-safe.
 class Channel final : public PutHandler, public PeerObserver, private AgentParts {
  public:
   static constexpr uint64_t kOpenBodyBytes = 8ull * 1024 * 1024;

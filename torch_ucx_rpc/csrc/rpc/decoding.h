@@ -6,8 +6,8 @@
 
 namespace torch_ucx_rpc {
 
-// Decodes a request or an answer, after checking that its content is genuine. `streams` gets a stream of torch's pools
-// for each device in use; the tensors may be used on these.
+// Decodes a request or an answer, after checking that its content is genuine. `streams` gets a stream from torch's
+// pools for each device in use. The tensors may be used on these streams.
 Error decodeArrived(
     Messenger& messenger,
     const DeviceMaps& deviceMaps,

@@ -50,7 +50,7 @@ class FaultyUcxRpcAgent final : public UcxRpcAgent {
   const int sendsToFail_;
   std::mutex mutex_;
   // Guarded by mutex_:
-  std::map<std::pair<MessageType, std::vector<char>>, int> failedSends_; // the payload tells messages apart
+  std::map<std::pair<MessageType, std::vector<char>>, int> failedSends_; // the payload distinguishes messages
 };
 
 } // namespace torch_ucx_rpc

@@ -56,7 +56,7 @@ void Group::addMembers(std::vector<Member> members) {
     directory_.add(std::move(member));
   }
   const Peer* self = directory_.findSession(self_.session);
-  TORCH_CHECK(self != nullptr, "worker '", self_.name, "' was not told of itself");
+  TORCH_CHECK(self != nullptr, "worker '", self_.name, "' is not among the members that were added");
   const std::vector<Peer*> present = directory_.present();
   for (Peer* peer : present) {
     if (peer != self && peer->member().bootId == self->member().bootId) { // both run on this machine
@@ -80,7 +80,7 @@ void Group::onSizeChange() {
 void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
-      // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more.
+      // It may be leaving, and wait for an acknowledgment from this worker, which gets nothing from it any more.
       messenger_.postControl(*peer, goodbyeToLost());
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
@@ -356,7 +356,7 @@ bool Group::hasAnsweredAll() const {
 void Group::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   for (Peer* peer : directory_.all()) {
-    // Peers that have not admitted this worker hear its goodbye.
+    // Peers that have not admitted this worker get its goodbye.
     if (peer->member().session != self_.session && peer->isThere() && peer->hasAdmitted.load()) {
       peer->hasNotedLeave.store(false); // first: the acknowledgment may come at once
       messenger_.postControl(*peer, {wire::Kind::kLeave});

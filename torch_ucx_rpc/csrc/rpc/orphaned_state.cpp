@@ -117,7 +117,7 @@ void OrphanedState::release(const Ranks& gone) {
       deleteForks(forks, callback_);
       closeContexts(contexts);
     } catch (const std::exception& error) {
-      warn(std::string("could not release all that dead workers held: ") + error.what());
+      warn(std::string("could not release all state of dead workers: ") + error.what());
     }
   });
 }

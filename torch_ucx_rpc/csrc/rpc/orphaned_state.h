@@ -18,7 +18,7 @@ using torch::distributed::rpc::RpcAgent;
 
 // Releases the state that gone workers leave behind in this worker's torch: contexts of distributed autograd that they
 // opened, references to RRefs of this worker, and waits for values that they were to make. Does so at their end, and
-// for a while after it, because handlers that still run make more of it. Does nothing for an agent that is not torch's
+// for a while afterwards, because handlers that still run add to it. Does nothing for an agent that is not torch's
 // current one: torch keeps this state once for a process. Thread-safe.
 class OrphanedState final : public PeerObserver, private AgentParts {
  public:
@@ -34,8 +34,8 @@ class OrphanedState final : public PeerObserver, private AgentParts {
     return holders_;
   }
 
-  // Closes the contexts of distributed autograd that other workers have opened, at the end of this agent: no worker can
-  // tell a later agent of this process that they are closed. To be called when no call begins any more.
+  // Closes the contexts of distributed autograd that other workers have opened. To be called at the end of this agent:
+  // a later agent of this process would never learn that they are closed. No call may begin any more.
   void closeContextsOfOthers() const;
 
   // Releases all remaining references to RRefs of this worker, of any holder. For a shutdown in which a worker has died

@@ -101,8 +101,8 @@ void PeerMonitor::onFailure(Peer& peer, Error why) {
   end(peer, Peer::State::kFailed, peer.lost(why));
 }
 
-// The port of the lifeline tells whether the process has ended: its kernel refuses a connection then. If the peer is
-// well, the lifeline shows its end from then on. If the port cannot be reached, silence decides.
+// The port of the lifeline shows whether the process has ended: its kernel then refuses a connection. If the process
+// lives, the lifeline shows its end from then on. If the port cannot be reached, silence decides.
 void PeerMonitor::onBroken(Peer& peer) {
   if (lifetime_.isClosed() || isEverybodyLeaving_.load() || !peer.isThere()) {
     return;

@@ -22,12 +22,12 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
       std::chrono::milliseconds heartbeatLimit,
       std::chrono::milliseconds reconnectLimit = std::chrono::milliseconds(0));
 
-  // Adds an observer, before start(). Observers hear of each peer that is gone, in the order in which they were added.
+  // Adds an observer, before start(). Observers learn of each gone peer, in the order in which they were added.
   void addObserver(PeerObserver& observer) {
     observers_.push_back(&observer);
   }
 
-  // Begins to watch those of the peers that are not watched yet. `self` is this worker.
+  // Begins to watch the given peers, except watched ones. `self` is this worker.
   void watch(const Member& self, const std::vector<Peer*>& peers);
 
   // Ends a peer. Does nothing if it is gone already, if this agent is closed, or if all are leaving.
@@ -53,7 +53,7 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
   // Timer task: has the heartbeats checked.
   Timer::TimePoint beat(Timer::TimePoint now);
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
-  // Connects the lifeline of a peer that has just been heard, where the transport does not notice its end.
+  // Connects the lifeline of a peer from which something has just come, if the transport does not notice its end.
   void connectLifelineWithWorkerLock(Peer& peer);
   // To be called when the port of the lifeline is closed: the process has probably ended.
   void onLifelineCutWithWorkerLock(Peer& peer);

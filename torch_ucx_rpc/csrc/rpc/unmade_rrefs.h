@@ -16,10 +16,10 @@ using torch::distributed::rpc::Message;
 
 // The RRefs that other workers are to make for this one, from rpc.remote() to the answer of their owner.
 //
-// The owner makes the value even if rpc.remote() has timed out meanwhile. But torch then gives up its reference, and
-// the owner ignores the deletion of a reference that it does not know yet. It would keep the value for ever. So the
-// deletion is sent again when the owner has answered. (If the function returns a future, the first deletion counts: the
-// owner knows the reference by then, and answers later or never.) Thread-safe.
+// The owner makes the value even if rpc.remote() has timed out. But torch then gives up its reference, and the owner
+// ignores the deletion of a reference that it does not know yet. It would keep the value for ever. So the deletion is
+// sent again when the owner has answered. (If the function returns a future, the first deletion counts: the owner knows
+// the reference by then, and answers later or never.) Thread-safe.
 class UnmadeRRefs {
  public:
   using ForkId = torch::distributed::rpc::ForkId;

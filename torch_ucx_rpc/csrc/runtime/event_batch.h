@@ -11,7 +11,7 @@ namespace torch_ucx_rpc {
 enum class Role : uint8_t { kLeader, kWaitingCaller };
 
 // Describes the thread that hands out a batch, if that thread drives progress. A thread that only submitted an
-// operation is not a driver. It may hold locks of torch's, so nothing that belongs to other calls may run on it.
+// operation is not a driver. It may hold torch's locks, so nothing that belongs to other calls may run on it.
 struct Driver {
   Role role = Role::kLeader;
   std::optional<uint64_t> awaitedCall; // the call whose answer a waiting caller waits for

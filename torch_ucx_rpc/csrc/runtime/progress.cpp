@@ -169,7 +169,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
     if (client_.hasEventsWithWorkerLock()) {
-      // A leader leaves the guard to another driver, if there is one, and so does a waiting caller that may be away for
+      // A leader leaves the guard to another driver, if there is one. So does a waiting caller that may be away for
       // long. It first takes along the events that would wake that driver at once.
       if ((role == Role::kLeader || client_.mayEventsBlockWithWorkerLock()) && sleepers_.load() != 0) {
         if (leaveUnarmedLocked(role)) {

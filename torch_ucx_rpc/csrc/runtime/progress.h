@@ -61,7 +61,7 @@ class Progress {
 
   // Makes progress until there are events or `isDone` returns true, and spins or sleeps in between. `isDone` is asked
   // without the lock before each sleep, and with it while spinning. Returns at once after close(). Returns null also if
-  // this thread is not needed: another leader stands guard, and a waiting caller wants to be the next to be woken.
+  // this thread is not needed: another leader stands guard, and a waiting caller is to be woken next.
   std::unique_ptr<EventBatch> lead(IsDone isDone) {
     return drive(Role::kLeader, isDone);
   }

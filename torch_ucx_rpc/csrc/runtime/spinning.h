@@ -52,7 +52,7 @@ class Spinning {
   }
 
   // Whether each process of the job on this machine has a core. If not, waiting threads must sleep. The awaited process
-  // then runs as soon as it has something to do, and not when all others have used up their time slices.
+  // then runs as soon as it has something to do, instead of after the time slices of all others.
   bool hasCoreEach() const {
     return cores_ > 1 && processesHere_.load() <= cores_;
   }

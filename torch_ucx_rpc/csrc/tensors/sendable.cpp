@@ -62,8 +62,8 @@ std::optional<uint64_t> elementsReached(const at::Tensor& tensor, int64_t first)
   return static_cast<uint64_t>(last) + 1;
 }
 
-// Tells torch's own sparse tensors from subclasses in Python, which may claim any layout. torch's functions for these
-// layouts would take a subclass for one of theirs.
+// Distinguishes torch's own sparse tensors from subclasses in Python, which may claim any layout. torch's functions for
+// these layouts would take a subclass for one of theirs.
 bool isTorchsSparse(const c10::TensorImpl* impl) {
   return dynamic_cast<const at::SparseTensorImpl*>(impl) != nullptr ||
       dynamic_cast<const at::SparseCsrTensorImpl*>(impl) != nullptr;

@@ -11,7 +11,7 @@
 
 namespace torch_ucx_rpc {
 
-// A storage up to this size travels in the body: one more copy on each side costs less than a rendezvous of its own.
+// A storage up to this size travels in the body: one more copy on each side costs less than a rendezvous.
 constexpr uint64_t kInlineStorageBytes = 32 * 1024;
 
 // The memory that one strided tensor reaches.
@@ -51,8 +51,9 @@ struct PlannedStorage {
 // The storages of a message: which memory of its tensors travels, and how each part does. Regions that overlap become
 // one storage, so that tensors which share memory still share it after arrival. The result points into `tensors`.
 //
-// The plan bounds the body, whose inline storages have 1 MiB together, and the number of spans: 512 for storages of up
-// to 1 MiB, one for each larger storage, and one for each storage of a device.
+// The plan bounds the body: its inline storages have 1 MiB together. It also bounds the spans. Each storage of a
+// device, and each other storage from 1 MiB on, has its own span. Smaller ones have their own spans while the CPU has
+// 512 at most, and share spans otherwise.
 std::vector<PlannedStorage> planStorages(std::vector<PlannedTensor>& tensors);
 
 } // namespace torch_ucx_rpc

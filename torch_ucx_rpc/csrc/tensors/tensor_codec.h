@@ -22,8 +22,9 @@ using torch::distributed::rpc::Message;
 //
 // Large tensors are lent to the transport until it has sent them (see LentMemory). Small ones, and memory that torch
 // does not own (from_blob), are copied now. Tensors on devices have the contents that the current streams have given
-// them by now. Device memory is copied to the host first if it is for the CPU, or if `transport` cannot take it or
-// cannot share it with that worker. `transport` is null for a message to oneself, which is copied anyway.
+// them by now. Device memory is copied to the host first in three cases: it is for the CPU, `transport` cannot take it,
+// or `transport` cannot share it with that worker. `transport` is null for a message to oneself, which is copied
+// anyway.
 //
 // Throws c10::Error for a tensor that cannot be sent (see whyUnsendable()). The text names the worker `to`, the number
 // of the tensor in the message, its kind and the cure. Modes of the calling thread have no effect.

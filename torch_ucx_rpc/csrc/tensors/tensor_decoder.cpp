@@ -23,7 +23,7 @@ using wire::kNowhere;
 using wire::Layout;
 using wire::TensorRecord;
 
-// A message type of torch's is a byte and two flags, 0x100 and 0x200.
+// A torch message type is a byte and two flags, 0x100 and 0x200.
 constexpr uint32_t kMaxMessageType = 0x3FF;
 
 c10::IntArrayRef refOf(std::span<const int64_t> numbers) {

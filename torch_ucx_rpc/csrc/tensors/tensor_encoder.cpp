@@ -281,8 +281,7 @@ class Encoder {
 
     const uint64_t extent = extentBytes(tensor);
     const uint64_t needed = static_cast<uint64_t>(tensor.numel()) * tensor.dtype().itemsize();
-    // Borrowed memory has no owner that could keep it alive until UCX has sent it. A zero tensor of torch's has no
-    // memory.
+    // Borrowed memory has no owner that could keep it alive until UCX has sent it. A zero tensor has no memory.
     const bool isBorrowed = extent != 0 && !isMemoryOwned(tensor.storage());
     const bool hasHoles = extent > kInlineStorageBytes && needed * kCompactionGain <= extent;
     if (isBorrowed || hasHoles || tensor._is_zerotensor()) {

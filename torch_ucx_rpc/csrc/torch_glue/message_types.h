@@ -28,8 +28,8 @@ bool makesRRef(const torch::distributed::rpc::Message& request);
 // with an RRef among its arguments is one: the RRef's owner and the caller wait until the callee confirms the RRef.
 bool mustExecute(const torch::distributed::rpc::Message& request);
 
-// The answer to give in place of a peer that is gone; null if the request needs none. torch repeats some requests
-// until they are answered, and ends the process if one never is: the thread that repeats them does not catch
+// The answer to give in place of a peer that is gone; null if the request needs none. torch repeats some requests until
+// they are answered. It ends the process if one never is, because the thread that repeats them does not catch
 // exceptions of callbacks. A worker that is gone does not need the information in them.
 c10::intrusive_ptr<torch::distributed::rpc::Message> syntheticAck(torch::distributed::rpc::MessageType request);
 

@@ -73,8 +73,8 @@ class TransportListener {
   virtual void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) = 0;
 
   // Called once for an endpoint that is dead. Its operations complete with errors, now or in a later progress(), and
-  // new ones will too. The error's code tells a failure of this process from one of the peer, see isLocal(). After a
-  // local one, connect() may make another endpoint to the same peer.
+  // new ones will too. The error's code distinguishes a failure of this process from a failure of the peer: see
+  // isLocal(). After a local one, connect() may make another endpoint to the same peer.
   virtual void onEndpointFailed(EndpointId endpoint, const Error& error) = 0;
 };
 
@@ -149,8 +149,8 @@ class Transport {
   // The ways that the transport chose for this endpoint, "sysv/memory" and "tcp/eth0" for instance.
   virtual std::vector<std::string> lanes(EndpointId endpoint) const = 0;
 
-  // Repair. A process of this machine that dies while it writes into this worker's shared memory leaves a gap there,
-  // and nothing behind the gap arrives, from any sender. After a process has died, and whenever this worker seems to
+  // Repair. A process of this machine that dies while it writes into this worker's shared memory leaves a gap there.
+  // Nothing behind the gap arrives, from any sender. After a process has died, and whenever this worker seems to
   // receive nothing, call repairState() under the worker lock. While it returns kUndecided, call scanForRepair() and
   // then repairState() again, every 20 ms or so.
   //
@@ -165,12 +165,12 @@ class Transport {
   virtual void scanForRepair() {}
 
   // Gives up one endpoint. Its operations complete, with an error unless the peer took them before. Over TCP they
-  // complete when what was begun has left this machine or the kernel has given up, which may take minutes; over other
+  // complete when the begun data has left this machine or the kernel has given up, which may take minutes. Over other
   // transports they complete within a few calls of progress(). A rendezvous of memory that is also under way to another
   // endpoint may complete only with that one: UCX releases the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
-  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Untaken
+  // Flushes all eager messages, then ends everything. Gives up operations that are not done after `limitMs`. Untaken
   // rendezvous are released. Afterwards only the destructor and scanForRepair() may be called.
   virtual void close(int64_t limitMs) = 0;
 };

@@ -50,7 +50,7 @@ enum class Kind : uint8_t {
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
   kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
-  kUseNetwork = 13, // the sender does not hear the receiver over shared memory; no body
+  kUseNetwork = 13, // the sender gets nothing from the receiver over shared memory; no body
   kReceived = 14, // body: Received and runs of missing numbers; like kJoin, it never has a number
   // For channels (rpc/channel.h):
   kPut = 15, // a value for a tag of the receiver; body: wire/put.h; `call id` is the sender's number of the put

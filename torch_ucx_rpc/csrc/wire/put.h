@@ -8,8 +8,8 @@
 #include <span>
 #include <string_view>
 
-// The body of a put: the body of a message without payload (wire/body.h), the names that the receiver knows the value
-// by, and a trailer that says how long they are. The message's part comes first, so it is read like any other body.
+// The body of a put: the body of a message without payload (wire/body.h), the names that identify the value at the
+// receiver, and a trailer with their lengths. The message's part comes first, so it is read like any other body.
 //
 //      +--------------------+-------+-----+----------------+
 //      | body of a message  | group | tag | PutTrailer, 24 |
@@ -27,7 +27,7 @@ struct PutTrailer {
   uint64_t epoch;
   uint32_t groupBytes;
   uint32_t tagBytes;
-  uint32_t flags; // readers ignore those that they do not know
+  uint32_t flags; // readers ignore unknown flags
   uint32_t reserved;
 };
 static_assert(sizeof(PutTrailer) == 24);

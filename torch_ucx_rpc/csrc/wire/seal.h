@@ -12,8 +12,8 @@
 // - Each ordered pair of workers has a key of its own, derived from the secret and both sessions
 //   (torch_ucx_rpc/_bootstrap/secret.py). So frames recorded in an earlier life of either worker are not genuine in
 //   this one.
-// - Every frame has a frame tag: over the header with the frame's number, over the length of the data, and over a body
-//   that travels in the frame. The receiver takes each number once.
+// - Every frame has a frame tag. It covers the header with the frame's number, the length of the data, and a body that
+//   travels in the frame. The receiver takes each number once.
 // - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
 //   covers them; it is checked when they are there.
 // - The bytes of tensors are not covered. Their places and their sizes are.

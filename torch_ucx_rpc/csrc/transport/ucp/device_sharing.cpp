@@ -113,7 +113,7 @@ Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t 
   params.length = bytes;
   ucp_mem_h handle = nullptr;
   if (ucp_mem_map(context, &params, &handle) != UCS_OK) {
-    return {}; // the operation will tell
+    return {}; // the operation itself will show what is wrong
   }
   ucp_mem_attr_t attributes{};
   attributes.field_mask = UCP_MEM_ATTR_FIELD_MEM_TYPE;

@@ -6,8 +6,8 @@ namespace torch_ucx_rpc {
 // and does not survive it:
 // - It closes its TCP port for good when it cannot accept a connection (uct_tcp_iface_connect_handler()). Workers that
 //   come later could not call this one. Now such a connection waits, and is accepted when there is a file.
-// - It opens a socket to look at a network card. If it cannot, it takes the card for useless for good ("cannot find
-//   remote protocol"), or ends the process ("failed to set active message handler"). Now it gets one of the reserve.
+// - It opens a socket to look at a network card. If it cannot, it never uses the card again ("cannot find remote
+//   protocol"), or ends the process ("failed to set active message handler"). Now it gets a file of the reserve.
 //
 // This class also makes UCX's TCP sockets resend every second after a cut, instead of ever less often.
 //

@@ -184,7 +184,7 @@ QueueRepair::Finding QueueRepair::look(Repair& repair, SharedMemoryQueue::Positi
         repair.suspects.emplace(*processes);
       }
     }
-  } catch (const std::exception&) { // no memory, or a /proc like no other: as good as blind
+  } catch (const std::exception&) { // no memory, or an unknown form of /proc: counts as blind
     repair.suspects.reset();
   }
   if (!repair.suspects) {

@@ -20,10 +20,11 @@ std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 // Gets the queues of a UCX worker past the slots of processes that died while they were writing (see
 // SharedMemoryQueue).
 //
-// An unmarked slot may also belong to a slow writer. It is skipped only when no thread can be writing it any more:
-// since the slot was first seen unmarked, every thread of every process that has the queue mapped has been in a system
-// call, or has run for longer than the copying of any message takes, or has ended. "Asleep" alone proves nothing: a
-// page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread in the middle of writing.
+// An unmarked slot may also belong to a slow writer. It is skipped only when no thread can be writing it any more.
+// Every thread of every process that has the queue mapped must have shown that since the slot was first seen unmarked:
+// it was in a system call, or has run for longer than the copying of any message takes, or has ended. "Asleep" alone
+// proves nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread in the middle of
+// writing.
 //
 // Where this cannot be shown, nothing is skipped, and the state becomes kUnrepairable after a bounded number of scans.
 //

@@ -139,8 +139,7 @@ std::optional<SharedMemoryQueue> SharedMemoryQueue::recognize(const Mapping& map
     return slot->flags == kOwner && slot->handler == 0 && slot->bytes == 0 &&
         slot->segmentBytes == first->segmentBytes && slot->segmentBytes != 0 && slot->receiversAddress != nullptr;
   };
-  // The distance of two slots is an option of UCX's, so it is searched: at the second slot, everything looks like at
-  // the first.
+  // The distance of two slots is a UCX option, so it is searched for: the second slot looks like the first.
   size_t stride = sizeof(Slot);
   while (stride < bytes && !isNew(stride)) {
     ++stride;

@@ -13,7 +13,7 @@ namespace torch_ucx_rpc {
 
 // The queue through which the processes of a machine send to a UCX worker over shared memory: a ring of slots in memory
 // that belongs to the receiver. A sender takes a slot, writes its message, and marks the slot as written. The receiver
-// reads slot after slot. UCX cannot recover from a sender that is killed in between: its slot is never marked, and the
+// reads slot after slot. UCX cannot recover from a sender that is killed in between. Its slot is never marked, and the
 // receiver gets nothing more over shared memory, from any sender. So this class reads and repairs the ring, without
 // UCX's knowledge.
 //
@@ -46,9 +46,9 @@ class SharedMemoryQueue {
   // The processes that have this memory mapped, and so may write. Nothing where this process may not see all of them,
   // or has no file left to look with:
   // - System V memory: the kernel counts its users, and each must be found.
-  // - POSIX memory: the kernel does not count. So this process must be in the machine's first pid namespace, where no
-  //   process is out of sight, and may read the mappings of all processes of its user: UCX gives no other user access.
-  //   Containers get nothing.
+  // - POSIX memory: the kernel does not count. So this process must be in the machine's first pid namespace, which
+  //   shows all processes. It must also be allowed to read the mappings of all processes of its user. UCX gives no
+  //   other user access. Containers get nothing.
   std::optional<std::vector<pid_t>> processes() const;
 
  private:

@@ -54,12 +54,12 @@ class UcpEndpoints {
   }
   // Why a dead endpoint is dead.
   Error failureOf(const UcpEndpoint& endpoint) const;
-  // Why a send has failed. UCX fails the sends of a dead endpoint with words of its own, which may blame the peer for
-  // what this process lacks.
+  // Why a send has failed. UCX fails the sends of a dead endpoint with its own status, which may blame the peer for a
+  // lack of this process.
   Error failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const;
   std::vector<std::string> lanes(EndpointId endpoint) const;
 
-  // Closes endpoints that have failed or have drained. Not inside a callback of UCX's.
+  // Closes endpoints that have failed or have drained. Not inside a UCX callback.
   void progress();
   // Takes an endpoint that has failed and is closed, and sets its failure. Null if there is none.
   UcpEndpoint* takeFailed();

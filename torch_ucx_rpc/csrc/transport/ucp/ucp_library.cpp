@@ -40,7 +40,7 @@ ErrorCode codeOf(ucs_status_t status) {
     case UCS_ERR_EXCEEDS_LIMIT:
       return ErrorCode::kOutOfResources;
 
-    // The peer, or the way to it. An input or output error is one of a connection, or of a card.
+    // The peer, or the way to it. An input or output error concerns a connection or a card.
     case UCS_ERR_TIMED_OUT:
     case UCS_ERR_ENDPOINT_TIMEOUT:
       return ErrorCode::kTimedOut;

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <string>
 
-// UCX itself: how it is started, what it needs, and what its status codes mean. ucp_transport.h says which UCX it is.
+// UCX itself: its start, its needs, and the meaning of its status codes. ucp_transport.h says which UCX it is.
 namespace torch_ucx_rpc {
 
 // Starts UCX with our settings where the user has set nothing. Throws std::runtime_error, as check() does. The
