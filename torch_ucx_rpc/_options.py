@@ -193,10 +193,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
             None, 60 or as long as ``rpc_timeout``, whichever is longer). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
-            is suspect, with a warning (default: 10). Calls to it wait. 0 is no limit: then only a
-            process that ends is noticed. Workers of the same host are noticed when their process ends, at once.
+            is suspect, with a warning (default: 10). Calls to it wait. 0 is no limit: then only the end of a process is
+            noticed. On the same host the end of a process is noticed at once.
         reconnect_limit (float): seconds for which a suspect worker may stay silent before it is lost and the calls to
-            it fail (default: 60). A shorter cut costs time, and no call. With 0 it is lost at ``heartbeat_limit``.
+            it fail (default: 60). A shorter cut delays calls, and loses none. With 0 it is lost at ``heartbeat_limit``.
         init_method (str): URL at which the workers find each other, as for ``init_process_group`` (default:
             ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
         device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device

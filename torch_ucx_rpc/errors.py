@@ -50,7 +50,7 @@ class RpcError(RuntimeError):
         name (str | None): name of the other worker, such as the callee.
         rank (int | None): its rank.
         host (str | None): name of its host.
-        cause (str | None): the reason that stands in the sentence, such as "its process has ended".
+        cause (str | None): the reason that the sentence gives, such as "its process has ended".
     """
 
     name: str | None = None
@@ -71,7 +71,7 @@ class WorkerLost(RpcError):
 
 
 class WorkerLeft(RpcError):
-    """The called worker has said goodbye: it has shut down RPC, or it has left the group or is about to."""
+    """The called worker has said goodbye: it has shut down RPC, has left the group, or is about to leave it."""
 
 
 class ShutDown(RpcError):
@@ -153,7 +153,7 @@ class JoinFailed(RpcError):
 
 
 class JoinTimedOut(JoinFailed, TimeoutError):
-    """Other workers, or the Store, have not come within ``init_rpc``'s ``init_timeout``.
+    """Within ``init_rpc``'s ``init_timeout`` other workers have not come, or the Store was not there.
 
     Attributes:
         timeout (float | None): the ``init_timeout``, in seconds.

@@ -10,7 +10,7 @@
 * ``members``        agrees on the members of a group of fixed size
 * ``member_list``    keeps the list of a group that workers join and leave
 * ``dynamic_group``  has its members admit workers that join, and forget those that leave
-* ``expendable``     the Store of a running group, which can do without it
+* ``expendable``     the Store of a running group, which goes on if the Store ends
 * ``secret``         authenticates Store entries, and derives the keys of frames
 * ``lifeline``       shows workers on other hosts when this process ends
 * ``forks``          closes sockets in forked children

@@ -59,8 +59,8 @@ class DynamicGroup:
     """A group that workers join and leave, as one of its members sees it.
 
     Attributes:
-        replaced (set): name and session of each member whose rank or name another worker has taken. It is gone for
-            certain, also if this worker had merely lost it.
+        replaced (set): name and session of each member whose rank or name another worker has taken. The member is gone
+            for certain, even if this worker had merely lost it.
     """
 
     is_static = False

@@ -1,4 +1,4 @@
-"""`ExpendableStore`: the Store of a running group, which can live without it."""
+"""`ExpendableStore`: the Store of a running group, which goes on if the Store ends."""
 
 # mypy: allow-untyped-calls
 

@@ -1,4 +1,4 @@
-"""The members of a group of fixed size: each worker leaves its record in the Store, and all workers learn of all.
+"""The members of a group of fixed size: each worker leaves its record in the Store, and every worker reads all records.
 
 The entries are JSON, and authenticated in a job with a secret (``secret``). Nothing from the Store is unpickled. Its
 keys::
@@ -212,7 +212,8 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
 
 def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
     arrivals = _Arrivals(store, own, secret)
-    # A present rank 0 tells all workers when time is up. It may have begun to wait a little later than this worker.
+    # If rank 0 is present, it tells all workers when time is up. It may have begun to wait a little later than this
+    # worker.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):
         verdict = _read_verdict(store, secret)

@@ -10,7 +10,7 @@ records to `FAN_OUT` workers, whatever the size of the group. The invariants:
 3. A worker waits only for the one above it, whose rank is lower. No worker waits for one below it: a thread serves
    those, and ends when all have come, or none has come for `_FAREWELL_S`.
 4. A worker listens before it is in the list of arrivals. So if it is a member, those below it find its relay, unless
-   it has ended or is over.
+   the worker has ended or the relay is over.
 
 The relay listens on a Unix socket with a name in Linux's abstract namespace, for workers of the same host, and on a TCP
 port, where the workers meet over a network. It reads nothing.

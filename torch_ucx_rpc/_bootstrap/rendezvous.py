@@ -94,7 +94,8 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         # A group without a size forgets its dead members, and may contain workers of other jobs.
         outlives_attempts = world_size is not None and attempt != "0"
     if outlives_attempts and attempt:
-        # After a restart of the workers such a Store, torchrun's or a file, has all entries of the attempt before.
+        # After a restart of the workers, such a Store (torchrun's, or a file) still has all entries of the attempt
+        # before.
         store = PrefixStore(f"/worker/attempt_{attempt}", store)
     _limit_waits(store, timeout)
     _kept = (iterator, store)

@@ -1,4 +1,5 @@
-"""The part of a job that is on this machine: an agent of torch.distributed.elastic, with roles and one end for all."""
+"""The part of a job that is on this machine: an agent of torch.distributed.elastic that gives workers roles, and ends
+all together."""
 
 # mypy: allow-untyped-calls
 

@@ -134,7 +134,8 @@ def _member(name: str) -> Any:
     return backend_registry.BackendType[name]
 
 
-# In torch's barrier each worker sends the names of all to one of them. In larger groups, ours is a tree.
+# In torch's barrier each worker sends the names of all workers to one of them. Larger groups use only the agent's own
+# barrier, a tree.
 _MOST_GATHERED = 33
 
 
@@ -142,12 +143,12 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     agent = _agent.current
     if agent is not None:
         if not agent.is_static_group:
-            # A worker leaves a group without a size alone.
+            # A worker leaves a group without a size by itself, without a barrier.
             return
         # Our barrier waits for the living, names workers that do not come, and Ctrl-C ends it.
         came = agent._barrier(timeout)
         # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. It waits for
-        # every worker that ever was, so it is left out when one has left or died before.
+        # every worker that ever was, so skip it when one has left or died before.
         if came == len(api._ALL_WORKER_NAMES) <= _MOST_GATHERED:
             shutdown.wait_all_workers(timeout or get_rpc_timeout())
         return

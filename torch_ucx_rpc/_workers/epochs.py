@@ -114,7 +114,8 @@ class Epochs:
     def seek(self, others: tuple[Member, ...], now: float) -> None:
         """Join the group, or found it if all other living workers are outside. Call this before each tick.
 
-        ``others`` may include workers that have ended, but lacks none that may be a member. Names count.
+        ``others`` may include workers that have ended, but lacks none that may be a member. Workers are compared by
+        name.
         """
         self._others = others
         if self._bound is not None and all(one.name != self._bound.name for one in others):
@@ -448,7 +449,7 @@ class Epochs:
         for one in {*members, *attempt.value.members} if leads else attempt.value.members:
             if one in votes or one in self.dead:
                 continue
-            # A lease that this decider has given is to run out first. A newcomer has some time to answer.
+            # A lease that this decider has given must run out first. A newcomer has some time to answer.
             since = self._granted.get(one, attempt.since) if leads else attempt.since
             if now - since <= (self.limit if leads else PATIENCE * self.limit):
                 return
@@ -500,7 +501,7 @@ class Epochs:
             self._send(sender, Free(sender, self._highest))
         elif not (self._founds and self.me < sender) and self._bound in (None, sender):
             if self._bound is None:
-                # An epoch may have begun that has this worker as it was.
+                # An epoch may have begun that has this worker's former membership.
                 self._renew(now)
                 self._bound = sender
             self._highest = max(self._highest, message.number)

@@ -168,7 +168,7 @@ class Group:
                 self._changed.wait(self.limit * BEAT)
 
     def subscribe(self, callback: Callable[[Epoch], None]) -> Callable[[], None]:
-        """Have ``callback(epoch)`` called with each epoch that this worker enters, and with the one that it is out of.
+        """Have ``callback(epoch)`` called with each epoch that this worker enters, and with one that leaves it out.
 
         It runs on a thread for callbacks, in the order of the numbers. The first call has the present epoch, if there
         is one. Returns a function that ends the subscription.

@@ -188,7 +188,7 @@ class Crew:
         return self.each(name, [arguments] * len(self.places))
 
     def each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Do `do` with arguments for each worker."""
+        """Do `do` with separate arguments for each worker."""
         tag = self._send(name, arguments, is_answered=True)
         epoch = self.present
         results = self._gather(tag)

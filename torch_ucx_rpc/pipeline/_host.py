@@ -53,7 +53,8 @@ class Host:
         self._config = config
         self._box = Box(config.host, config.epoch)
         open_to_send(config.driver_box)
-        # It also has the epoch, and the number of the present or next message. The lock guards changes of them.
+        # The exchange also has the epoch, and the number of the present or next message. The lock guards changes of
+        # them.
         self.exchange = Exchange(self._box, config.device, config.routes, config.epoch, self._is_called_off)
         self.stages: Stages
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: their values travel with each `step`.
 
     ``step`` and ``zero_grad`` return at once; the workers carry them out before the next order. The next call that
-    waits raises their error, or ``pipe.synchronize()``.
+    waits raises their error; so does ``pipe.synchronize()``.
     """
 
     def __init__(

@@ -247,7 +247,8 @@ class Recovery:
         return Parts(self.model.parts("gradients", optional=True))
 
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
-        """Return the parts of a checkpoint; model and optimizers, or only the first, under their usual names."""
+        """Return the parts of a checkpoint, under their usual names: model, random numbers, and all optimizers or the
+        first ``optimizers``."""
         everything: dict[str, Any] = {"model": self.model}
         for number, optimizer in enumerate(self.model.optimizers[:optimizers]):
             everything["optim" if number == 0 else f"optim{number}"] = optimizer

@@ -164,7 +164,8 @@ class Office:
         self.changed.wait(left)
 
     def _at(self, number: int, decides: bool, act: Callable[[], None]) -> None:
-        """Run a function once this worker is in an epoch; one for the decider, once that decides."""
+        """Run a function once this worker is in an epoch; with ``decides``, once the decider knows what all members
+        know."""
         with self.changed:
             is_early = number > self._number()
             if is_early or (decides and number == self._number() and self._decider and not self._decider.is_open):
@@ -186,7 +187,7 @@ class Office:
         *arguments: Any,
         then: Callable[[Future[Any]], None] | None = None,
     ) -> Future[Any] | None:
-        """Call a function of a worker, without RPC on this one. A worker becomes suspect if its call fails."""
+        """Call a function on a worker; on this one without RPC. A worker becomes suspect if the call fails."""
         try:
             if name == self.name:
                 future: Future[Any] = getattr(function, "__wrapped__", function)(*arguments)

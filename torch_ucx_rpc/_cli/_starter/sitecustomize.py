@@ -52,7 +52,8 @@ class _MemoryMap(ctypes.Structure):
 
 
 def show(command: bytes, environ: bytes) -> bool:
-    """Make /proc/self/cmdline and /proc/self/environ say this. False where the kernel does not let a process do so."""
+    """Make /proc/self/cmdline and /proc/self/environ show these. False where the kernel does not let a process do
+    so."""
     # The name of the process, which comes second, may have spaces.
     numbers = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
