@@ -89,8 +89,8 @@ void raiseInstead(const Make& make) {
   py::set_error(py::type::of(exception), exception);
 }
 
-// pybind11 calls this for every C++ exception that leaves torch's bindings or ours. An exception thrown here goes on to
-// the next translator.
+// pybind11 calls this for every C++ exception that leaves torch's bindings or these. An exception thrown here goes on
+// to the next translator.
 void translateRuntimeError(std::exception_ptr thrown) {
   const SleepWhilePythonEnds sleep; // the functions of Python let other threads have the GIL
   try {

@@ -184,8 +184,8 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all
-    // streams of torch's.
+    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all of
+    // torch's streams.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {

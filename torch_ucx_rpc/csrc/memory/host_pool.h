@@ -16,7 +16,8 @@ namespace torch_ucx_rpc {
 //
 // - It is a real c10::Allocator: tensors in its blocks can be resized, and keep their memory for as long as they like.
 // - Blocks come in size classes, four to a power of two, so at most a fifth of a block is slack. From kHugePageBytes
-//   on, blocks are whole huge pages, aligned for them, and the kernel is advised to use them.
+//   on, blocks are whole huge pages, and the slack may also be almost one huge page. The pool aligns these blocks, and
+//   advises the kernel to use huge pages.
 // - Idle blocks are kept up to a limit. The least recently returned one is unmapped first.
 // - Any thread may allocate and release. The process-wide instance is never destroyed, because tensors may outlive
 //   everything.

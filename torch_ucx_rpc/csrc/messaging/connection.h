@@ -68,7 +68,7 @@ struct OutgoingLoad {
 //                                                                  kBroken        kResuming
 //   kOpen      messages leave over the endpoint                    kDisconnected  kUnmet
 //                                                                  kBroken        kResuming
-//   kResuming  the endpoint has failed, and the peer may be well:  kConnected     kOpen
+//   kResuming  the endpoint has failed, and the peer may live:     kConnected     kOpen
 //              Retries makes another one, over which the messages
 //              leave that the peer does not have
 //   kClosed    the peer has left or failed; messages fail, except  none

@@ -32,7 +32,7 @@ struct DeviceAllocation {
   bool isFromNeighbour = false; // the sender is a neighbour, whose process must map the memory
   DeviceWork earlierWork;
   std::exception_ptr failure;
-  std::atomic<bool> isDone{false}; // run() is over, and the other members are the worker lock's again
+  std::atomic<bool> isDone{false}; // run() is over, and the worker lock guards the other members again
 };
 
 } // namespace torch_ucx_rpc

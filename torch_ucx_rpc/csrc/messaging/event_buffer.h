@@ -42,7 +42,7 @@ class EventBuffer {
   void addControl(Peer& from, ControlFrame frame) {
     pending().inOrder.emplace_back(Control{&from, std::move(frame)});
   }
-  // The transport is done with a message. OutgoingMessage::error says whether it was sent.
+  // Notes that the transport is done with a message. OutgoingMessage::error says whether it was sent.
   void addSent(std::unique_ptr<OutgoingMessage> message) {
     pending().sent.push_back(std::move(message));
   }
@@ -51,7 +51,7 @@ class EventBuffer {
   void addCutAnswer(Peer& to, uint64_t callId, Error why) {
     pending().cutAnswers.push_back({&to, callId, std::move(why)});
   }
-  // A message that could not be received. Its share of the receive window is given back without the worker lock.
+  // Adds a message that could not be received. Its share of the receive window is given back without the worker lock.
   void addRejection(Peer& from, const wire::Header& header, Error why, Admission admission = {}) {
     pending().rejections.push_back({&from, header, std::move(why), std::move(admission)});
   }
@@ -61,7 +61,8 @@ class EventBuffer {
   void addFailure(Peer& peer, Error why) {
     pending().failures.push_back({&peer, std::move(why)});
   }
-  // The endpoint to a peer has failed, and another one will be made. Unlike a failure it says nothing about the peer.
+  // Notes that the endpoint to a peer has failed, and that another one will be made. Unlike a failure it says nothing
+  // about the peer.
   void addBreak(Peer& peer) {
     pending().breaks.push_back(&peer);
   }

@@ -193,7 +193,7 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
   if (connection->mayResume()) {
     if (connection->endpoint() == endpoint) {
       connection->breakOff(error.message());
-      connections_.makeReady(*connection); // Messenger has it resumed
+      connections_.makeReady(*connection); // Messenger schedules Retries, which resumes it
       if (!isLocal(error.code())) {
         events_.addBreak(connection->peer());
       }

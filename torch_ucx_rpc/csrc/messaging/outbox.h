@@ -63,7 +63,7 @@ class Outbox {
   // Gives up a request that has not left. False if none with this id waits here.
   bool cancel(Peer& to, uint64_t callId);
 
-  // The peer has admitted this worker: sends the messages that have waited for that.
+  // To be called when the peer has admitted this worker: sends the messages that have waited for that.
   void onAdmitted(Peer& peer);
 
   // Ends all messages to a peer that is gone. Messages that UCX still holds end later (see Transport::abandon()).
@@ -101,7 +101,7 @@ class Outbox {
   Error makeEndpoint(Connection& connection);
   // Sends the frames of a message that the peer does not have. Unless the message is kept, this may destroy it.
   void sendFrames(Connection& connection, OutgoingMessage& message);
-  // The transport is done with some parts of a message, over this endpoint.
+  // To be called when the transport is done with some parts of a message, over this endpoint.
   void finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
   void freeRoom(Connection& connection, OutgoingMessage& message);
   // For messages that outlast their endpoint.

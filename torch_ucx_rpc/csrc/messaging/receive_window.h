@@ -32,7 +32,7 @@ class Admission {
     release();
   }
 
-  // A thread begins to handle the message, so that it no longer counts as queued.
+  // To be called when a thread begins to handle the message, which then no longer counts as queued.
   void beginHandling();
   void release();
 

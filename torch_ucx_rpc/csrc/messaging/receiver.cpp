@@ -190,7 +190,7 @@ void Receiver::releaseAll() {
 
 bool Receiver::beginIfFree(Entry receiving) {
   try {
-    // Each round comes here until the memory is there and free. The first one of a stage plans it.
+    // Each round comes here until the memory is there and free. The first round of a stage plans the memory.
     if (!std::exchange(receiving->isPlanned, true)) {
       planMemory(*receiving);
     }

@@ -129,8 +129,8 @@ class Peer {
   // True if messages outlast a failed endpoint to it, which is replaced. Only if isEndSeen.
   std::atomic<bool> mayResume{false};
 
-  // Written under the worker lock; read by any thread.
-  // It has been silent for the limit, or the endpoint to it has failed, and it is not lost yet: see Heartbeat.
+  // Written under the worker lock; read by any thread. True if it has been silent for the limit, or the endpoint to it
+  // has failed, and it is not lost yet: see Heartbeat.
   std::atomic<bool> isResuming{false};
   std::atomic<uint64_t> timesResumed{0}; // how often that has begun
 

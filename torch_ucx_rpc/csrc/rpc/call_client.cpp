@@ -199,7 +199,7 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
     Executor::runHooks(); // callbacks may run Python
   }
   // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
-  const c10::MultiStreamGuard guard(streams); // the future has its readers wait for these streams
+  const c10::MultiStreamGuard guard(streams); // the future makes its readers wait for these streams
   runCallbacks([&] { call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages)); });
 }
 

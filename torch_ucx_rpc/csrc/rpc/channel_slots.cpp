@@ -37,7 +37,7 @@ Channel::Verdict Channel::onPutAnnounced(
   }
   const auto arrival = std::make_shared<Arrival>(from, header.callId, name, body.size(), Arrival::State::kReceiving);
   if (!underWay_.emplace(Number(&from, header.callId), arrival).second) {
-    return {Verdict::Fate::kDrop, {}}; // a number that is under way: no worker of ours sends it
+    return {Verdict::Fate::kDrop, {}}; // this number is under way already: no worker of this package sends it
   }
   if ((arrival->expected = takeExpectedLocked(from, name))) {
     arrival->expected->isMatched = true;
@@ -64,7 +64,7 @@ void Channel::onPut(IncomingMessage message, const std::optional<Driver>& driver
   wire::PutName name;
   size_t bodyBytes = 0;
   if (wire::readPutName(message.eagerBody, name, bodyBytes)) {
-    return; // no worker of ours has sent it
+    return; // no worker of this package has sent it
   }
   Aftermath after;
   {

@@ -142,7 +142,7 @@ void Group::onPeerGone(Peer& peer) {
     });
   }
   if (isDynamic() && peer.state() == Peer::State::kFailed) {
-    // A task of its own: the Store may be out of reach.
+    // This is a separate task, because the Store may be out of reach.
     executor_.addRequest([this, hold = std::move(hold), &peer] {
       try {
         membership_.onLost(peer.member().session);

@@ -50,7 +50,7 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
   void onControlNotSent(Peer& to, const Error& why) override;
 
  private:
-  // Timer task: has the heartbeats checked.
+  // Timer task: checks the heartbeats.
   Timer::TimePoint beat(Timer::TimePoint now);
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
   // Connects the lifeline of a peer from which something has just come, if the transport does not notice its end.

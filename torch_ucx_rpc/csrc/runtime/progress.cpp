@@ -76,7 +76,7 @@ unsigned Progress::advanceLocked() {
   try {
     return transport_.progress();
   } catch (const std::exception&) {
-    return 1; // the transport stays usable, and tells the rest when it is asked again
+    return 1; // the transport stays usable, and its next progress() reports the rest
   }
 }
 
@@ -287,8 +287,8 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   return true;
 }
 
-// Keeps off the wait set until the waiting caller has taken its wake-up. If that takes long, the wake-up may be passed
-// on again.
+// Stays out of the wait set until the waiting caller has taken its wake-up. If that takes long, the wake-up may be
+// passed on again.
 void Progress::letCallerRise() const {
   for (int nap = 0; nap < kQuietRounds && isWaitingCallerAsleep_.load(); ++nap) {
     std::this_thread::sleep_for(kRising);

@@ -49,7 +49,7 @@ class WaitSet {
 
   const Descriptor epoll_;
   const Descriptor wake_;
-  const Descriptor watched_; // an epoll set of its own, so that a thread that does not sleep can check it too
+  const Descriptor watched_; // a separate epoll set, so that a thread that does not sleep can check it too
 
   std::mutex mutex_;
   // Guarded by mutex_:

@@ -14,7 +14,7 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::DeviceMap;
 using torch::distributed::rpc::Message;
 
-// Turns torch's message into ours.
+// Encodes torch's message for the transport.
 //
 // Tensors keep strides, dtype, requires_grad, lazy conjugation, sparse layouts and quantizers. Tensors whose memory
 // overlaps still overlap after arrival. Only the part of a storage that tensors reach travels, and a view with large
@@ -36,9 +36,9 @@ struct DecodedMessage {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> deviceStorages; // storages of its tensors on devices
 };
 
-// Turns our message into torch's, and checks everything. Tensors may be on the CPU and on `devices`. Each storage
-// that was sent becomes one storage with memory of its own, ready for use on the current streams. Modes of the calling
-// thread have no effect.
+// Decodes a message that has arrived into torch's message, and checks everything. Tensors may be on the CPU and on
+// `devices`. Each storage that was sent becomes one storage with memory of its own, ready for use on the current
+// streams. Modes of the calling thread have no effect.
 Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMessage& decoded);
 
 } // namespace torch_ucx_rpc

@@ -11,7 +11,7 @@ namespace rpc = torch::distributed::rpc;
 
 std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
   const rpc::MessageType type = request.type();
-  // torch makes the RRef while the function runs. Until then only the request tells that its value is still to come.
+  // torch makes the RRef while the function runs. Until then only the request shows that its value is still to come.
   if (type == rpc::MessageType::PYTHON_REMOTE_CALL) {
     const auto id = RRefId::fromIValue(rpc::PythonRemoteCall::fromMessage(request)->retRRefId());
     const std::lock_guard lock(inMaking_->mutex);

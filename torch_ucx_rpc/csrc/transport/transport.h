@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-// The seam between the agent's messages and the way they travel. There are two implementations: ucp/ sends UCX active
-// messages, and tests/cpp/support/loopback_transport.h stays inside the process and makes faults on demand.
-// tests/cpp/transport/transport_contract_test.cpp states the contract below as tests, which run on both.
+// The interface between the agent's messages and the way they travel. The implementation in ucp/ sends UCX active
+// messages. Tests have others in tests/cpp/support: loopback_transport.h stays inside the process and makes faults on
+// demand. tests/cpp/transport/transport_contract_test.cpp states the contract below as tests, which run on these two.
 //
 // Threads. A transport is single-threaded: the caller holds the worker lock for every method. The exceptions are
 // address(), eventFd(), description(), canShare(), deviceMemoryRefusal() and scanForRepair(), which any thread may call

@@ -76,7 +76,7 @@ int socketForUcx(int domain, int type, int protocol) {
   return socket;
 }
 
-// On the thread that accepts connections: a connection has to wait for a file.
+// True on the thread that accepts connections, while a connection has to wait for a file.
 thread_local bool isConnectionWaiting = false;
 constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 1'000'000};
 

@@ -56,7 +56,7 @@ ErrorCode codeOf(ucs_status_t status) {
     case UCS_ERR_LAST_ENDPOINT_FAILURE:
       return ErrorCode::kPeerFailed;
 
-    // Link and endpoint failures without a name, of other versions. Otherwise UCX was called wrongly, by us.
+    // Link and endpoint failures without a name, of other versions. Otherwise this package has called UCX wrongly.
     default:
       return UCS_IS_LINK_ERROR(status) || UCS_IS_ENDPOINT_ERROR(status) ? ErrorCode::kPeerFailed : ErrorCode::kInternal;
   }
@@ -111,7 +111,7 @@ std::vector<std::string> wordsOf(const std::string& tls) {
 
 // True if the word of UCX_TLS means the transport.
 bool means(std::string_view word, std::string_view transport) {
-  word = word.substr(0, word.find(':')); // "ud:aux" is for connecting only, and for our purposes as good
+  word = word.substr(0, word.find(':')); // "ud:aux" is for connecting only, which suffices here
   if (word.starts_with('\\')) { // the transport of that name, whatever group has it too
     return word.substr(1) == transport;
   }

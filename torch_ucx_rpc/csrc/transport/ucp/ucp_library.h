@@ -10,8 +10,8 @@
 // UCX itself: its start, its needs, and the meaning of its status codes. ucp_transport.h says which UCX it is.
 namespace torch_ucx_rpc {
 
-// Starts UCX with our settings where the user has set nothing. Throws std::runtime_error, as check() does. The
-// parameters are those of makeUcpTransport().
+// Starts UCX with this package's settings where the user has set nothing. Throws std::runtime_error, as check() does.
+// The parameters are those of makeUcpTransport().
 ucp_context_h startUcx(size_t expectedPeers, const std::string& networkDevices);
 
 // True if UCX_TLS, set to `tls`, lets UCX use this transport: "tcp", "posix", "sysv" and so on. Knows UCX's groups of

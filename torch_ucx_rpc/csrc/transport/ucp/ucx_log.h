@@ -45,8 +45,8 @@ class UcxLog {
     const bool wasLeaving_;
   };
 
-  // The transport reports a failure, or gives an endpoint up: the lines so far, and those of the next second, are not
-  // shown.
+  // To be called when the transport reports a failure, or gives an endpoint up. Lines so far, and lines of the next
+  // second, are not shown.
   void explain() noexcept;
   // The same, for the failure of an endpoint. Returns the first line for its text, " (mm_sysv.c:61: shmat(...) failed:
   // ...)"; empty if there is none. It is returned once.
