@@ -1,4 +1,5 @@
-"""Jobs of the library tests: worker0 drives, the others serve. Only this module uses the tests' harness."""
+"""Jobs of the library tests: worker0 drives, and the others serve. Of these helpers only this module uses the
+harness."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ __all__ = [
 BACKENDS = ("UCX", "TENSORPIPE")
 # The exit code of a worker that was killed.
 KILLED = -signal.SIGKILL
-# Limit of a job, which takes seconds, on a machine that may be busy. Calls within it have 60 s.
+# The limit of a job, which takes seconds on an idle machine. Its calls have 60 s.
 PATIENCE_S = 150.0
 Stalls = workers.Stalls
 eventually = workers.eventually
@@ -51,8 +52,7 @@ def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
-    """Do `drive` for a ``body`` that kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's
-    program."""
+    """`drive` a ``body`` that kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's program."""
     __tracebackhide__ = True
     codes = dict.fromkeys(dying, KILLED)
     job = {"timeout": PATIENCE_S, "shutdown": False, "silent": False, **job}
@@ -65,7 +65,7 @@ def _with_deaths(rank: int, body: Callable[..., Any], args: tuple[Any, ...], dyi
     with pytest.raises(RuntimeError) as ended:
         rpc.shutdown()
     if on_ucx:
-        # TensorPipe's survivors serve too, but their errors name no worker.
+        # TensorPipe's survivors also serve, but their errors name no worker.
         assert all(f"lost worker 'worker{dead}'" in str(ended.value) for dead in dying), ended.value
     return result
 
@@ -79,7 +79,7 @@ def die() -> None:
 
 
 def kill(worker: str) -> None:
-    """Make a worker die in a call, which fails."""
+    """Make a worker die in a call, and expect the call to fail."""
     assert expect_death(rpc.rpc_async(worker, die)) in (worker, None)
 
 
@@ -94,7 +94,7 @@ def expect_death(call: torch.futures.Future[Any]) -> str | None:
 
 
 def on(worker: str, function: Callable[..., Any], *args: Any) -> Any:
-    # A function of our own: torch sends its own as operators, which must return something.
+    # _call wraps the function: torch sends its own functions as operators, which must return something.
     return rpc.rpc_sync(worker, _call, (function, args))
 
 
@@ -129,8 +129,8 @@ def reference_step(
     target: torch.Tensor,
     last_first: bool = False,
 ) -> torch.Tensor:
-    """Run a step in one process, with the same micro-batches one after the other. With ``last_first`` all go forward
-    first, and then backward from the last one on."""
+    """Run a step in one process, with the same micro-batches one after the other. With ``last_first`` all forwards run
+    first, and then the backwards from the last one to the first."""
     total = torch.zeros(())
     waiting = []
     parts = zip(*(one.tensor_split(chunks) for one in (*args, target)), strict=True)

@@ -65,5 +65,5 @@ def step_of(server: reduction.Server) -> int:
 
 
 def enter(url: str, rank: int) -> None:
-    """Join the group without a size whose workers meet at ``url``."""
+    """Join the group without a size that meets at ``url``."""
     init_rpc(rank, name=f"worker{rank}", world_size=None, rpc_backend_options=backend_options(init_method=url))

@@ -138,7 +138,7 @@ def time_out(rank: int) -> None:
     with pytest.raises(CallTimedOut, match=f"worker '{other}' .*under tag 'never' of channel 'silent'"):
         channel.take(other, "never", timeout=0.2)
     assert time.monotonic() - began >= 0.2
-    # A value that comes after its take has timed out waits for the next take.
+    # A value that arrives after its take has timed out waits for the next take.
     channel.put(other, "has timed out", torch.ones(1))
     channel.take(other, "has timed out")
     channel.put(other, "never", torch.ones(1))
@@ -225,7 +225,7 @@ def put_to_a_closed_channel(rank: int, steps: Steps) -> None:
         steps.wait_for("closed")
         channel.put("worker0", "late", torch.ones(2))
         rpc._set_rpc_timeout(1)
-        channel.advance(2)  # which the receiver may enter, for all that the slots know
+        channel.advance(2)  # the slots do not know that the receiver has closed
         channel.put("worker0", "later", torch.ones(2))
 
 
@@ -251,7 +251,7 @@ def put_without_end(rank: int, steps: Steps) -> None:
         number, said = put_until_it_blocks(channel, value)
         assert "worker 'worker0'" in said
         assert "has not taken" in said
-        assert number * size <= (256 + 64 + 4) << 20  # lent, and received without being taken
+        assert number * size <= (256 + 64 + 4) << 20  # lent by the sender, and received but not taken
         steps.done("stopped")
         channel.put("worker0", str(number), value)
         channel.put("worker0", "count", torch.tensor(number + 1))

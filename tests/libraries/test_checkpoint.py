@@ -1,5 +1,4 @@
-"""Checkpoints of pipelines, RemoteModules and plain state: the same files as DCP's, written and read by many
-workers."""
+"""Checkpoints of pipelines, RemoteModules and plain state. Many workers write and read the same files as DCP."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 def read_plainly(state: dict[str, Any], checkpoint_id: Any) -> None:
-    """One process reads without workers. torch warns that it is alone."""
+    """Read in one process, without workers. torch warns that it is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=checkpoint_id, no_dist=True)
@@ -57,7 +56,7 @@ def train(pipe: Any, optimizer: Any, some: Any) -> list[float]:
 
 
 def go_on_with_other_stages(folder: str) -> None:
-    """Two stages save. Three stages with another schedule, and one process, continue equally."""
+    """Let two stages save. Three stages with another schedule, and one process, continue with equal results."""
     from torch_ucx_rpc import checkpoint
 
     some = batches(6)
@@ -83,7 +82,7 @@ def go_on_with_other_stages(folder: str) -> None:
     assert second.param_groups[0]["lr"] == 0.05
     assert train(three, second, some[3:]) == expected
 
-    # Plain DCP reads it in one process, without the workers.
+    # Plain DCP reads the checkpoint in one process, without the workers.
     model = small_model(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     train_reference(model, optimizer, some[:1])
@@ -132,7 +131,7 @@ def save_behind(folder: str) -> None:
         future = checkpoint.save(
             {"model": pipe, "optim": optimizer, "mine": mine}, Path(folder, "ckpt"), asynchronous=True
         )
-        # All values have been copied: later changes do not reach the file.
+        # The save has copied all values, so later changes do not reach the file.
         mine.add_(1)
         train(pipe, optimizer, some[2:])
         future.wait()
@@ -151,7 +150,7 @@ def test_asynchronous_save_has_the_state_at_its_return(tmp_path):
 
 
 def die_while_writing(self: Any, plan: Any, planner: Any) -> Any:
-    """A replacement of the writer's method that writes half a file, and then dies."""
+    """Replaces the writer's method: it writes half a file, and then dies."""
     Path(self.path, f"{plan.storage_data.prefix}0.distcp").write_bytes(b"half of it")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -176,7 +175,7 @@ def lose_a_worker_in_a_save(folder: str) -> None:
     found = {"model": small_model().state_dict()}
     read_plainly(found, checkpoint_id=path)
     assert all(torch.equal(value, saved[name]) for name, value in found["model"].items())
-    # A new worker takes the dead one's place, and the next save removes the leftovers.
+    # A new worker replaces the dead one, and the next save removes the leftovers.
     pipe.replace("worker1", "worker2")
     checkpoint.load({"model": pipe}, path)
     assert all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
@@ -204,7 +203,7 @@ def grow(folder: str) -> None:
     own, layers = 64 * 2**20, 64
     pipe = make_pipe(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2 * layers))), loss=None)
     path = Path(folder, "ckpt")
-    # Save once before, so that imports do not count.
+    # First save once, so that imports do not count.
     checkpoint.save({"model": pipe}, path)
     checkpoint.load({"model": pipe}, path)
     for action in (checkpoint.save, checkpoint.load):
@@ -295,12 +294,12 @@ def has_gradients(rref: Any) -> bool:
 
 
 def test_remote_modules_are_modules_and_saved_where_they_are(tmp_path, backend):
-    # RPC writes exceptions of a remote method to its worker's stderr.
+    # If a remote method raises, RPC writes the exception to its worker's stderr.
     drive(keep_remote_modules, 3, str(tmp_path), backend=backend, silent=False)
 
 
 def into_its_own_folder(path: str, real: str) -> None:
-    """A writer that puts the files for ``path`` elsewhere, as on a host that does not share it."""
+    """Put the files for ``path`` elsewhere, as on a host that does not share the folder."""
     from torch_ucx_rpc.checkpoint import storage
 
     def astray(self: Any, is_coordinator: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers: torch's own, here and behind an RRef, and pipelines' optimizers."""
+"""Checkpoints of optimizers: torch's own, local or behind an RRef, and those of pipelines."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def refuse_groups_of_a_pipeline(folder: str) -> None:
         checkpoint.load({"model": pipe, "optim": one}, Path(folder, "two"))
 
 
-def test_another_number_of_groups_of_a_pipelines_optimizer_too(tmp_path):
+def test_other_groups_of_a_pipelines_optimizer_are_refused(tmp_path):
     drive(refuse_groups_of_a_pipeline, 3, str(tmp_path))
 
 
@@ -190,7 +190,7 @@ def test_another_number_of_groups_of_a_pipelines_optimizer_too(tmp_path):
 
 
 def go_on_with_a_tensor(folder: str) -> None:
-    """Learning rates are tensors that a scheduler changes in place."""
+    """Train with learning rates that are tensors, which a scheduler changes in place."""
     x, y = torch.linspace(-1, 1, 64).reshape(8, 8), torch.zeros(8, 4)
     some = [(x, y)] * 6
     pipe = make_pipe(small_model(), ["worker0", "worker1"])
@@ -240,7 +240,7 @@ def grow(folder: str) -> None:
     optimizer = pipe.optimizer(torch.optim.Adam)
     train(pipe, optimizer, [(torch.zeros(1, 512), torch.zeros(1, 512))])
     pipe.synchronize()
-    # Save another pipeline before, so that imports and freed memory do not count.
+    # First save another pipeline, so that imports and freed memory do not count.
     small = make_pipe(small_model())
     small.save(folder)
     small.load(folder)

@@ -18,7 +18,7 @@ from torch_ucx_rpc.checkpoint import loading, storage
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A disk that waits for this event before it writes. The event is set, except in tests that use it."""
+    """Let writes wait for the event that this returns."""
     may_write = threading.Event()
     write = storage.Writer.write_data
 
@@ -65,7 +65,7 @@ def test_saves_into_one_folder_end_in_their_order(tmp_path, disk):
     assert holds(tmp_path) == 4.0
 
 
-def test_a_save_that_fails_holds_up_none_behind_it(tmp_path, disk, monkeypatch):
+def test_a_failed_save_delays_no_later_save(tmp_path, disk, monkeypatch):
     def fail(self: Any, *args: Any) -> None:
         monkeypatch.undo()
         raise OSError("the disk is full")
@@ -123,7 +123,7 @@ def test_a_checkpoint_stays_where_the_former_cannot_be_removed(tmp_path, monkeyp
 
 
 def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
-    """Rank 1 saves 2, or loads the present 1. In the middle of that, rank 0 saves 3."""
+    """Let rank 1 save 2, or load the present 1. While it does, rank 0 saves 3."""
     if rank == 0:
         steps.wait_for("in the middle")
         second = threading.Thread(target=checkpoint.save, args=({"x": torch.tensor(3.0)}, folder))
@@ -155,7 +155,7 @@ def stop_before(owner: type, method: str, steps: Steps) -> None:
 
 
 class Counter:
-    """A value other than a tensor, without ``state_dict``, that changes in place."""
+    """A value that is not a tensor, has no ``state_dict``, and changes in place."""
 
     def __init__(self) -> None:
         self.count = 1

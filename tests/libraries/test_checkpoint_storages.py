@@ -1,4 +1,4 @@
-"""Checkpoints by DCP's own storages and planners, workers that hang in a save, and torch's DistributedOptimizer."""
+"""Checkpoints with DCP's own storages and planners, workers that hang in a save, and torch's DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_by_other_storages(folder: str) -> None:
     checkpoint.load({"model": other, **rest}, storage_reader=FsspecReader(url), timeout=60)
     assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
 
-    # A path beside a storage is a place in that storage.
+    # If a storage is given, the path is a place in it.
     url = f"file://{folder}/second"
     checkpoint.save({"model": pipe}, url, storage_writer=FsspecWriter("file:///nowhere"), planner=WithoutBiases())
     third = make_pipe(small_model(2))
@@ -148,5 +148,5 @@ def go_on_with_a_distributed_optimizer(folder: str) -> None:
 
 
 def test_a_distributed_optimizer_goes_on_as_the_saved_one(tmp_path, backend):
-    # torch warns of TorchScript, and of optimizers without a TorchScript version.
+    # torch warns of TorchScript, and of optimizers that have no TorchScript version.
     drive(go_on_with_a_distributed_optimizer, 3, str(tmp_path), backend=backend, silent=False)

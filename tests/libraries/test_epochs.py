@@ -31,7 +31,7 @@ def names(group: Group) -> list[str]:
 
 
 def make(steps: Steps, rank: int, of: int) -> Group:
-    """Return a group of all workers, once all know it."""
+    """Return the group of all workers, once all are in its current epoch."""
     group = members.group("test", LIMIT)
     eventually(lambda: len(group.wait().members) == of, "all are members")
     steps.meet("member", rank, of)
@@ -100,7 +100,7 @@ def outlive(rank: int, steps: Steps, dying: int) -> None:
     rpc.shutdown(graceful=False)
 
 
-# Time of the kernel to end a process with torch.
+# The kernel needs this time to end a process with torch.
 KILLING_S = 0.1
 
 
@@ -287,7 +287,7 @@ def be_cut_off(rank: int, steps: Steps, fate: Fate, cut: str) -> None:
     worker.join()
     (steps.directory / f"progress {rank}").write_text("\n".join(f"{at} {number}" for at, number in progress))
     steps.meet("over", rank, of)
-    # One clock serves all these hosts.
+    # All these hosts share one clock.
     seen = [line.split() for other in range(of) for line in (steps.directory / f"progress {other}").open()]
     numbers = [int(number) for _, number in sorted((float(at), number) for at, number in seen)]
     assert numbers == sorted(numbers), "two epochs were in force at one moment"

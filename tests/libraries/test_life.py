@@ -1,4 +1,4 @@
-"""One life of a worker, and the libraries' state of that life."""
+"""A life of a worker, and the libraries' state in it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def outlive(rank: int, steps: Steps) -> None:
     steps.done("watched")
     eventually(lambda: told == [("worker1", ["worker0"])], "worker1 is gone")
     assert mine.gone_names() == {"worker1"}
-    # A watcher that comes later hears of the end too.
+    # A later watcher also gets the earlier ends.
     mine.watch(tell)
     assert len(told) == 2
     rpc.shutdown(graceful=False)

@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.on_lost`: the ends that it reports, and the workers that hear of them."""
+"""`torch_ucx_rpc.on_lost`: which ends it reports, and to which workers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
     [
         (WorkerLost("lost worker 'ps' (rank 1, pid 3 on a): it has died", **PS), "lost"),
         (WorkerLeft("worker 'ps' (rank 1, pid 3 on a) has left the group", **PS), "lost"),
-        # After a while the worker has forgotten the lost one.
+        # After a while workers forget a lost worker.
         (UnknownWorker("could not find destination worker 'ps'", name="ps"), "lost"),
         (CallTimedOut("RPC ran for more than set timeout (60000 ms)", **PS), "timed out"),
         # The callee has lost a third worker: torch makes a new exception, without attributes.
@@ -125,7 +125,7 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
         (CallTimedOut(f"{RAISED_THERE}CallTimedOut('RPC ran for more than set timeout (60000 ms)')"), None),
         (MessageNotSent("could not send to worker 'ps': Connection reset by remote peer", **PS), None),
         (ValueError("connection reset"), None),
-        # Errors of TensorPipe's agent have no types of ours.
+        # Errors of TensorPipe's agent do not have this package's types.
         (RuntimeError("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"), "lost"),
         (
             RuntimeError("RPC ran for more than set timeout (60000 ms) and will now be marked with an error"),

@@ -29,21 +29,21 @@ def fail_on_the_way_back() -> None:
     good = pipe.step(x, target=y)
     pipe.zero_grad()
     bad = x.clone()
-    # The other micro-batches have gone back when this one fails.
+    # The backward of the other micro-batches is over when this one fails.
     bad[0] = -200.0
     with pytest.raises(StageError, match=r"stage 1 on worker 'worker2' failed in the backward of micro-batch 0"):
         pipe(bad).sum().backward()
     assert all(gradient is None for gradient in pipe.gradients().values())
     assert [on(worker, graphs) for worker in workers] == [0, 0, 0]
     assert torch.equal(pipe.step(x, target=y), good)
-    # The gradients of an earlier step stay.
+    # The gradients of an earlier step remain.
     earlier = pipe.gradients()
     with pytest.raises(StageError, match="no way back"):
         pipe(bad).sum().backward()
     assert all(torch.equal(gradient, earlier[name]) for name, gradient in pipe.gradients().items())
 
 
-def test_a_way_back_that_fails_is_undone() -> None:
+def test_a_failed_backward_is_undone() -> None:
     drive(fail_on_the_way_back, 3)
 
 
@@ -53,7 +53,7 @@ def call_and_drop() -> None:
     pipe = make_pipe([PassOn(), Failing(), nn.Linear(8, 4)], ["worker1", "worker2", "worker0"])
     for _ in range(4):
         pipe(torch.randn(8, 8))
-    # The memory of a call is freed at the latest with the call after the one that dropped its output.
+    # A call's memory is freed at the latest by the call after the one that dropped its output.
     assert on("worker1", graphs) <= 4
     pipe.gradients()
     assert [on(worker, graphs) for worker in ("worker0", "worker1", "worker2")] == [0, 0, 0]
@@ -96,7 +96,7 @@ def lose_between_calls(folder: str) -> None:
     expected.sum().backward()
     assert_equal_gradients(pipe, model)
     assert pipe.workers == ["worker1", "worker3"]
-    # After such a backward no step can be repeated, so no batch is kept.
+    # After such a backward no step can be repeated, so the journal keeps no batch.
     entries = len(pipe._recovery._checkpoints[-1].journal)
     del out
     pipe(x)
@@ -113,7 +113,7 @@ def lose_between_calls(folder: str) -> None:
     assert pipe.workers == ["worker1", "worker4"]
 
 
-def test_a_call_and_its_way_back_run_on_a_spare(tmp_path: Path) -> None:
+def test_a_call_and_its_backward_run_on_a_spare(tmp_path: Path) -> None:
     drive_with_deaths(lose_between_calls, 5, (2, 3), str(tmp_path / "ckpt"))
 
 

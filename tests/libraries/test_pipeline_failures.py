@@ -21,7 +21,7 @@ from ._pipelines import Failing, PassOn, Twins, make_pipe
 
 
 def kept() -> int:
-    """Return the memory of stages for the backward, and the values in slots."""
+    """Return how many micro-batches stages keep for the backward, and how many values are in slots."""
     from torch_ucx_rpc.pipeline import _host
 
     hosts = list(_host._hosts.values())
@@ -81,7 +81,7 @@ def fail_beside_earlier_gradients() -> None:
     bad[7] = 200.0
     with pytest.raises(StageError, match="too much"):
         pipe.step(bad, target=y)
-    # The gradients are those of the step before.
+    # The gradients of the step before remain.
     assert all(torch.equal(gradient, earlier[name]) for name, gradient in pipe.gradients().items())
 
 
@@ -90,12 +90,12 @@ def explode() -> None:
 
     pipe = make_pipe(small_model())
     pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
-    # A second optimizer's step is never carried out where the first one's has failed.
+    # If a worker's step of the first optimizer has failed, it never does the step of the second.
     other = pipe.optimizer(torch.optim.SGD, lr=0.1)
     exploding = pipe.optimizer(Exploding, lr=0.1)
     exploding.step()
     other.step()
-    # The optimizers of both workers fail, and the first one to say so is named.
+    # The optimizers of both workers fail. The error names the worker that reports first.
     with pytest.raises(
         StageError, match=r"worker 'worker[12]' failed in optimizer step: OverflowError: the optimizer burst"
     ):
@@ -135,7 +135,7 @@ def slow_model(seconds: float) -> nn.Sequential:
 
 
 def kill_soon(pid: int, after_s: float) -> None:
-    """A thread kills the worker while the caller is in a step."""
+    """Kill the worker from a thread while the caller is in a step."""
     timer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
     timer.daemon = True
     timer.start()
@@ -162,7 +162,7 @@ def lose_a_stage() -> None:
     assert (raised.value.workers, raised.value.stages) == (("worker2",), (1,))
     for worker in ("worker0", "worker1"):
         eventually(lambda worker=worker: on(worker, kept) == 0, f"{worker} gives back the memory of the step")
-    # The same error is raised again, without another attempt.
+    # The next call raises the same error, without another attempt.
     with pytest.raises(StageLostError, match="worker2"):
         pipe.step(x, target=y)
     with pytest.raises(StageLostError, match="worker2"):
@@ -174,7 +174,7 @@ def test_a_dead_stage_without_a_spare_is_one_error_that_names_it(backend):
 
 
 def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asynchronous: bool) -> list[float]:
-    """Return the losses of ten steps with dropout, a schedule of learning rates and clipping. One stage dies in a
+    """Return the losses of ten steps with dropout, a schedule of learning rates and clipping. One stage may die in a
     step."""
     for worker in ("worker1", "worker2"):
         on(worker, seed, 5)
@@ -184,7 +184,7 @@ def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asy
     generator = torch.Generator().manual_seed(3)
     losses = []
     pipe.save(Path(folder, "first"))
-    slowest = 0.0  # without the time in which the machine ran nothing
+    slowest = 0.0  # without the machine's stalls
     for number in range(10):
         if number == save_at:
             future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
@@ -302,7 +302,7 @@ def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[l
         assert time.monotonic() - start < 5.0 + stalls.seconds()
     pipe.synchronize()
     for victim, _ in deaths.values():
-        # A worker that is killed in the last step dies now.
+        # If a kill was due after the last step, it strikes now.
         eventually(lambda victim=victim: not Path(f"/proc/{processes[victim]}/task").exists(), f"{victim} is dead")
     return losses, pipe.state_dict()
 
@@ -317,7 +317,7 @@ def test_stages_that_die_at_random_moments_change_no_loss(tmp_path, backend):
 
 
 def recall(folder: str, kill_after: int | None) -> list[float]:
-    """All inputs of a step change after the save. The worker is lost while they differ from the saved ones."""
+    """Change all inputs of a step after the save, and lose the worker while they differ from the saved ones."""
     spares = ["worker3"] if kill_after is not None else []
     pipe = make_pipe(small_model(), spares=spares)
     early = pipe.optimizer(torch.optim.SGD, lr=0.3)
@@ -356,7 +356,7 @@ def test_repeated_work_has_the_modes_of_the_first_time(tmp_path):
 
 
 def hold_writing(seconds: float) -> None:
-    """A slow disk."""
+    """Make this worker's disk slow."""
     from torch_ucx_rpc.checkpoint import storage
 
     write = storage.Writer.write_data
@@ -369,7 +369,8 @@ def hold_writing(seconds: float) -> None:
 
 
 def lose_behind_a_save(folder: str, dying: str) -> None:
-    """A stage dies while a save is being written. This save counts if it completes; otherwise the previous one does."""
+    """Let a stage die while a save is being written. If the save completes it counts, otherwise the previous one
+    counts."""
     pipe, model = make_pipe(small_model(), spares=["worker3"]), small_model()
     both = Twins(pipe, model, torch.optim.AdamW).step
     pipe.save(Path(folder, "first"))
@@ -390,7 +391,7 @@ def lose_behind_a_save(folder: str, dying: str) -> None:
 
 
 @pytest.mark.parametrize("dying", ["while it writes", "later"])
-def test_loss_during_an_asynchronous_save_restores_the_written(tmp_path, dying):
+def test_loss_during_an_async_save_restores_the_latest_whole_one(tmp_path, dying):
     drive_with_deaths(lose_behind_a_save, 4, (2,), str(tmp_path), dying)
 
 

@@ -1,4 +1,4 @@
-"""Faults of steps without later effects: doubled, stale or missing gradients, and calls that never return."""
+"""Faults that a step must not have: doubled, stale or missing gradients, and calls that never return."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train_with_a_frozen_weight() -> None:
     assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
-def test_a_weight_may_be_frozen_where_a_way_back_has_two_halves() -> None:
+def test_a_weight_may_be_frozen_if_a_backward_has_two_halves() -> None:
     drive(train_with_a_frozen_weight, 3)
 
 
@@ -76,7 +76,7 @@ def tied_ends() -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), last)
 
 
-# The last stage reaches its first W only after a forward that waits for the first stage's.
+# The last stage reaches its first W only after a forward that waits for the first stage's forward.
 LATE_WEIGHTS = "0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
@@ -93,7 +93,7 @@ def test_a_tied_weight_holds_up_no_schedule_of_halves() -> None:
 
 
 class BesideTheInput(nn.Module):
-    """The second output depends on parameters alone, and the third is one."""
+    """Its second output depends only on parameters, and its third output is a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def fail_before_the_last_worker_begins() -> None:
     from torch_ucx_rpc.pipeline import StageError
 
     pipe, model = make_pipe(raising_model()), raising_model()
-    # The last worker is in its optimizer when the first one raises.
+    # The last worker is still in its optimizer when the first worker raises.
     mine, theirs = pipe.optimizer(SlowInTheLastStage, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 8), torch.randn(8, 4)
     assert_step_is_as_in_one_process(pipe, model, x, y, mine, theirs)
@@ -188,7 +188,7 @@ def call_off_behind_an_optimizer() -> None:
     mine, theirs = pipe.optimizer(SlowWhereWeightsAreOwned, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     assert_step_is_as_in_one_process(pipe, model, x, y, mine, theirs)
-    # The last worker waits for the tied weight's values when the next order is called off.
+    # The last worker waits for the tied weight's values when the next order is canceled.
     with pytest.raises(TypeError, match="stays here"):
         pipe.step(x, target=NotToBeSent())
     assert_step_is_as_in_one_process(pipe, model, x, y)
@@ -198,7 +198,7 @@ def test_a_canceled_step_keeps_the_former_optimizer_step() -> None:
     drive(call_off_behind_an_optimizer, 3)
 
 
-def test_gradients_go_with_a_step_that_a_worker_has_not_begun() -> None:
+def test_a_step_is_undone_on_workers_that_have_not_begun_it() -> None:
     drive(fail_before_the_last_worker_begins, 3)
 
 
@@ -213,7 +213,7 @@ def give_what_cannot_be_pickled() -> None:
     ):
         with pytest.raises((TypeError, AttributeError, ValueError)):
             wrong()
-        # The step returns, with the gradients of one step.
+        # The next step returns, and its gradients are those of one step.
         assert torch.equal(pipe.step(x, target=y), good)
         pipe.zero_grad()
 
@@ -287,7 +287,7 @@ def accumulate(
         (5, False, False, True),
     ],
 )
-def test_a_save_has_the_gradients_that_no_optimizer_has_used(
+def test_a_save_has_the_gradients_not_used_by_an_optimizer_yet(
     tmp_path, kill_after, is_sparse, asynchronous, loads
 ) -> None:
     losses, state = drive(accumulate, 3, str(tmp_path / "a"), None, is_sparse, asynchronous, loads)

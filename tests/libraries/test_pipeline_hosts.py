@@ -46,7 +46,7 @@ def count_threads() -> None:
         pipe.step(x, target=x)
         pipe.zero_grad()
     after = [on(worker, threads) for worker in workers]
-    # One thread of each host computes, with a team of its own. (A thread of RPC may have come.)
+    # One thread of each host computes, with its own OpenMP team. RPC may have started a thread too.
     assert all(more - less <= TEAM + 2 for more, less in zip(after, before, strict=True)), (before, after)
 
 
@@ -58,7 +58,7 @@ def test_a_host_computes_with_one_thread():
 
 
 def kept() -> tuple[int, int]:
-    """Return the numbers of hosts on this worker, and of living modules of stages."""
+    """Return the number of hosts on this worker, and of their stages' modules."""
     from torch_ucx_rpc.pipeline import _host
 
     gc.collect()
@@ -87,7 +87,7 @@ def train_and_die(rank: int) -> Any:
         rpc.shutdown()
 
 
-def test_the_stages_of_a_killed_driver_go(run_on_ucx):
+def test_the_stages_of_a_killed_driver_are_freed(run_on_ucx):
     run_on_ucx(3, train_and_die, exit_codes={0: KILLED}, shutdown=False)
 
 
@@ -105,7 +105,7 @@ def step_beside_a_stopped_stage(folder: str) -> None:
         both()
         assert pipe.workers == ["worker1", "worker3"]
         both()
-    # The stopped worker goes on: its stages are freed, and none of its values counts.
+    # The stopped worker continues: its stages are freed, and none of its values counts.
     eventually(lambda: on("worker2", kept) == (0, 0), "the stopped worker lets go of its stages")
     both()
 
@@ -189,7 +189,7 @@ def test_shutdown_does_not_wait_for_a_pipeline(backend):
 
 
 def lose(host: str, *cut: Any) -> None:
-    """Stand in for `_host.cut`, as if the message had been lost."""
+    """Replaces `_host.cut`, as if the message were lost."""
 
 
 def lose_cuts() -> None:
@@ -199,7 +199,7 @@ def lose_cuts() -> None:
 
 
 class Slow(nn.Linear):
-    """A layer that still sends values when the next stage has begun the next epoch."""
+    """A layer so slow that it still sends values when the next stage has begun the next epoch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.3)

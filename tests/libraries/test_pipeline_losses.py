@@ -1,4 +1,4 @@
-"""Losses of workers, and the calls that a spare saves."""
+"""Values that cannot travel: they fail a call, but lose no worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._pipelines import make_pipe
 
 
 class OnlyHere:
-    """A value of a module that only this process has."""
+    """A value whose module only this process has."""
 
 
 def define_only_here() -> None:
@@ -56,7 +56,7 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
     for words, call in wrong:
         with torch.no_grad(), pytest.raises(StageError, match=f"(?s){words}"):
             call()
-        # Both workers live, and take the next order.
+        # Both workers still live, and do the next step.
         assert pipe.workers == ["worker1", "worker2"]
         pipe.train()
         assert torch.equal(pipe.step(x, target=y), good)
@@ -64,7 +64,7 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
 
 
 def test_unpicklable_orders_and_answers_lose_no_worker(tmp_path, backend):
-    # Torch writes a worker's errors of unpickling to stderr.
+    # torch writes a worker's unpickling errors to stderr.
     drive(give_what_a_worker_cannot_take, 4, str(tmp_path), backend=backend, silent=False)
 
 

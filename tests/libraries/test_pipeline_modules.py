@@ -1,4 +1,4 @@
-"""Modules have the same modes, buffers and arguments on stages as in one process."""
+"""In stages, modules have the same modes, buffers and arguments as in one process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def train_with_a_frozen_norm(folder: str) -> None:
         assert_same_state(pipe, model)
 
     both()
-    # A spare has the modes too, and the others keep them in the repetition.
+    # A spare gets the modes too, and the other stages keep theirs when they repeat steps.
     kill("worker2")
     both()
     both()
-    # From here on all modules have one mode, as in torch.
+    # eval() and train() set the mode of all modules, as in torch.
     for one in (pipe, model):
         one.eval()
         one.train()
@@ -78,7 +78,7 @@ def test_listed_and_traced_stages_keep_their_modes() -> None:
 
 
 class Counting(nn.Module):
-    """A module that counts its forwards in a buffer in place, and in another that it replaces."""
+    """A module that counts its forwards in two buffers: it changes one in place, and replaces the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_rematerialization_counts_once_in_any_buffer() -> None:
 
 
 class Noting(PassOn):
-    """A module that records each of its forwards in the process."""
+    """A module that counts the forwards in its process."""
 
     forwards = 0
 
@@ -129,7 +129,7 @@ def noted() -> int:
 
 
 def rematerialize_what_is_worth_it() -> None:
-    # Return the forwards of the first and of the last stage for four micro-batches.
+    # The forwards of the first and of the last stage for four micro-batches.
     for schedule, expected in (("gpipe", (8, 8)), ("1F1B", (8, 4)), ("zero-bubble", (8, 4))):
         pipe = make_pipe([Noting(), Noting()], schedule=schedule, rematerialize=True)
         pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
@@ -145,7 +145,7 @@ def test_no_forward_is_repeated_right_before_its_backward() -> None:
 
 
 class Scaled(nn.Module):
-    """A module with two tensors that want gradients, a number, and layers that only ask ``self.training``."""
+    """A module that takes two tensors with gradients and a number, and has layers that depend on ``self.training``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +156,12 @@ class Scaled(nn.Module):
         hidden = self.first(a).relu_() * factor + b
         if self.training:
             hidden = hidden * 2
-        # The last stage begins with a write in place.
+        # The last stage begins with an in-place write.
         return self.last(F.relu(hidden, inplace=True))
 
 
 class InPlaceFirst(nn.Module):
-    """A model whose second part begins with a write in place."""
+    """A model whose second part begins with an in-place write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def call_traced() -> None:
     def gradients(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(output.square().sum(), (a, b))
 
-    # The arguments come by name in another order, and each has its own gradient.
+    # The arguments are passed by name in another order, and each gets its own gradient.
     found = gradients(pipe(factor=3.0, b=b, a=a))
     for mine, theirs in zip(found, gradients(model(a, b, 3.0)), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -297,7 +297,7 @@ def two_optimizers_and_a_scaler() -> None:
         pipe.zero_grad()
         model.zero_grad()
         assert_same_state(pipe, model)
-    # The gradients of one optimizer are not finite: only the other one steps, and the scale shrinks once.
+    # One optimizer's gradients are not finite. Only the other optimizer steps, and the scale shrinks once.
     x[0, 0] = float("inf")
     pipe.step(x, target=y, scaler=scaler)
     for one in mine:

@@ -29,7 +29,7 @@ def get_outputs_and_losses() -> None:
         assert pipe.evaluate(x, target=y, losses=losses, return_outputs=True)[1].equal(output)
         assert losses == expected
         pipe.zero_grad()
-        # A step that returns no outputs has the same loss and gradients.
+        # Without outputs, a step has the same loss and gradients.
         assert torch.equal(pipe.step(x, target=y), loss)
         assert all(torch.equal(one, gradients[name]) for name, one in pipe.gradients().items())
     with pytest.raises(TypeError, match=r"losses must be a list to fill; got \(\)"):
@@ -64,7 +64,8 @@ def mean_over_tokens(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torc
 
 
 def batch_of_tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight sentences of other lengths. Half of the micro-batches have few tokens, and the first of four none."""
+    """Return eight sentences of various lengths. Half of the micro-batches have few tokens. The first of four has
+    none."""
     x = torch.randint(10, (8, 12))
     y = torch.randint(10, (8, 12))
     for sentence, length in enumerate((0, 0, 12, 3, 1, 7, 12, 12)):
@@ -89,7 +90,8 @@ def train_by_tokens() -> None:
                 schedule=schedule,
                 rematerialize=rematerialize,
             )
-            # Gradients add up over three steps, of which the first does not know yet that losses have counts.
+            # Gradients add up over three steps. In the first step the pipeline does not know yet that losses have
+            # counts.
             for _ in range(3):
                 x, y = batch_of_tokens()
                 losses: list[Any] = []
@@ -105,7 +107,7 @@ def train_by_tokens() -> None:
             assert_close_gradients(pipe, model)
             with pytest.raises(RuntimeError, match="the counts that the loss returned with its sums are 0"):
                 pipe.step(x, target=torch.full_like(y, -1))
-            # The failed step has been undone, and the gradients of earlier steps are left.
+            # The failed step is undone, and the gradients of earlier steps remain.
             assert_close_gradients(pipe, model)
 
 
@@ -141,7 +143,7 @@ def lose_a_worker_between_counted_steps(folder: str) -> None:
     for number in range(6):
         x, y = torch.randn(6, 8), torch.randn(6, 4)
         if number == 3:
-            # Gradients of a step are on the workers, not yet multiplied by their factor.
+            # The gradients of a step are on the workers, not yet multiplied by their factor.
             kill("worker2")
         losses: list[Any] = []
         loss = pipe.step(x, target=y, losses=losses)

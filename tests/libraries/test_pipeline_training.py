@@ -1,4 +1,4 @@
-"""Training through a pipeline is, bit for bit, training in one process with the same micro-batches."""
+"""Training through a pipeline has bit for bit the results of one process with the same micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._jobs import drive, on, reference_step, small_model
 from ._pipelines import assert_equal_gradients, make_pipe
 
 SCHEDULES = ("gpipe", "1F1B", "interleaved", "zero-bubble")
-# Stage 2 is on the first worker again: a V, as in torch's ZBVZeroBubble.
+# Stage 2 is on the first worker again, which forms a V, as in torch's ZBVZeroBubble.
 V_SHAPED = "0F0,3F0,3B0,0F1,3F1,3I1,0I0,3W1,0W0,0B1\n1F0,2F0,2B0,1F1,2F1,2B1,1I0,1B1,1W0\n"
 
 
@@ -30,7 +30,7 @@ def assert_equal_states(pipe: Any, model: nn.Module) -> None:
 def train_side_by_side(
     pipe: Any, model: nn.Module, steps: int = 3, chunks: int = 4, size: int = 8, **order: bool
 ) -> None:
-    """Do steps with AdamW in both, and compare losses, gradients and in the end all values."""
+    """Train both with AdamW. Compare the losses and gradients of each step, and all values at the end."""
     mine = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ def train_with_every_schedule() -> None:
         chunks = 2 if schedule is V_SHAPED else 4
         for rematerialize in (False, True):
             pipe = make_pipe(small_model(), schedule=schedule, chunks=chunks, rematerialize=rematerialize)
-            # Torch's schedule runs the backwards from the last micro-batch on.
+            # torch's schedule runs the backwards from the last micro-batch to the first.
             train_side_by_side(pipe, small_model(), chunks=chunks, last_first=schedule == "LoopedBFS")
             pipe.close()
 
@@ -86,10 +86,10 @@ def test_batches_may_have_any_size_at_any_time():
 
 
 class CountsThreads(nn.Module):
-    """A module that doubles its input, on as many threads as OpenMP would give a layer here."""
+    """A module that doubles its input, and checks the number of threads that OpenMP would give a layer."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        # Return the library that torch has loaded: asking torch for the number would set it.
+        # Ask the library that torch has loaded: asking torch for the number would set it.
         assert ctypes.CDLL("libgomp.so.1").omp_get_max_threads() == 1
         return value * 2
 
@@ -107,7 +107,7 @@ def test_stages_compute_with_the_threads_of_their_process(backend):
 
 
 class TiedModel(nn.Module):
-    """An embedding whose weights are also the output's, as in language models, and used in the middle too."""
+    """A model whose embedding weights are also the output's, as in language models, and used in the middle too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_traced_model_with_tied_weights_trains_on_any_length():
 
 
 class Skipping(nn.Module):
-    """The second and third stage use the first one's output; the first and last use the batch."""
+    """A model whose second and third stages use the first one's output. The first and last stages use the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,8 +205,7 @@ def train_skipping() -> None:
         assert pipe.evaluate(x, target=y) == pipe.evaluate(x, target=y)
         by_itself = make_pipe(Skipping().eval(), workers, sample=x, schedule=schedule)
         model = Skipping().eval()
-        # At the division one stage uses a value twice, and sums its gradients first: the results differ only by
-        # rounding.
+        # Divided, one stage uses a value twice and first sums these gradients. So the results differ by rounding.
         torch.testing.assert_close(by_itself.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
         found = by_itself.gradients()
         torch.testing.assert_close(found, {name: one.grad for name, one in model.named_parameters()})
@@ -217,7 +216,7 @@ def test_skip_over_stages_trains_in_1f1b_and_evaluates():
 
 
 class Counting(nn.Module):
-    """A batch norm and a buffer that count, a write into a part of a tensor, and an unused layer."""
+    """A model with a batch norm and a buffer that count, a write into a part of a tensor, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +350,7 @@ def train_with_other_code(folder: str) -> None:
     del pipe, rref
 
 
-def test_a_stage_of_code_that_only_its_worker_has_trains(tmp_path):
+def test_a_stage_whose_code_only_its_worker_has_trains(tmp_path):
     drive(train_with_other_code, 3, str(tmp_path))
 
 
@@ -368,7 +367,7 @@ def with_norm_and_dropout() -> nn.Sequential:
 
 
 def seed(value: int) -> None:
-    # Not torch.manual_seed itself: once torch._dynamo is loaded that is a wrapper, which pickle refuses.
+    # Not torch.manual_seed itself: once torch._dynamo is loaded, it is a wrapper that pickle refuses.
     torch.manual_seed(value)
 
 
@@ -387,7 +386,7 @@ def rematerialize_norms_and_dropout() -> None:
     for one, other in zip(kept[:2], again[:2], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    # Without random numbers they also equal those of one process.
+    # Without random numbers the results also equal those of one process.
     model = with_norm_and_dropout()
     model[3].p = 0.0
     model[4].inplace = False

@@ -1,4 +1,4 @@
-"""Values go between stages and come back to the driver from several micro-batches."""
+"""Values that go between stages, and that the driver gets back from several micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_leaves_that_differ_between_micro_batches_become_a_list() -> None:
     one = torch.ones(2, 3)
     assert merge([{"rows": 1, "x": None}, {"rows": 2, "x": None}]) == {"rows": [1, 2], "x": None}
     assert merge([{"flag": 1}, {"flag": True}]) == {"flag": [1, True]}
-    # Neither None and a tensor nor tensors of different widths can be put together.
+    # Neither a None and a tensor nor tensors of different widths can be joined.
     assert merge([(None,), (one,)])[0] == [None, one]
     assert merge([(one,), (None,)])[0] == [one, None]
     assert [part.shape for part in merge([one, torch.ones(2, 4)])] == [(2, 3), (2, 4)]
@@ -29,7 +29,7 @@ def test_leaves_that_differ_between_micro_batches_become_a_list() -> None:
 
 
 class Telling(nn.Module):
-    """A module that also returns its number of rows, and at a value above 100 one more tensor."""
+    """A module that also returns its number of rows, and one more tensor at a value above 100."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_differing_micro_batches_keep_gradients_in_place() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """Stages pass on tensors and a value of another kind."""
+    """A dataclass with tensors and a number, which stages pass on."""
 
     x: torch.Tensor
     scale: float
@@ -109,7 +109,7 @@ def train_with_dataclasses() -> None:
     loss = pipe.step(x, target=y)
     assert torch.equal(loss, reference_step(lambda x: last(first(x)), F.mse_loss, 4, x, target=y))
     assert torch.equal(pipe.gradients()["0.inner.weight"], first.inner.weight.grad)
-    # A value may be the batch, and the output too.
+    # A dataclass may also be the batch and the output.
     calling = make_pipe([GivesHidden(), GivesHidden()])
     source = torch.randn(8, 8, requires_grad=True)
     out = calling(Hidden(source, 1.0))

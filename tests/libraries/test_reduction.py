@@ -1,4 +1,4 @@
-"""Gradients that are averaged through servers, and refused arguments."""
+"""Averages of gradients through servers, and refused arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torc
         with process_group(rank, 2, steps.directory):
             found = []
             for way in ("gloo", "hook", "DataParallel"):
-                model = make_model(160)  # of three buckets
+                model = make_model(160)  # it has three buckets
                 if way == "DataParallel":
                     copy = reduction.DataParallel(
                         model, reduction.serve(*hosts, trainers=["worker0", "worker1"]), bucket_bytes=1 << 16
@@ -126,7 +126,7 @@ def train_one_after_the_other(rank: int, steps: Steps) -> None:
                 model.zero_grad()
                 ddp(torch.full((1, 8), float(rank + step))).backward()
                 assert torch.equal(model.weight.grad, torch.full((1, 8), step + 1.5)), (turn, step)
-            # Collection of the model takes a different time on each worker.
+            # Workers free the model at different times.
             del model, ddp
             time.sleep(0.01 * rank)
         steps.meet("trained", rank, 4)
@@ -179,7 +179,7 @@ def test_trainers_begin_alike_accumulate_and_skip_no_gradient(run_on_both: RunWo
 
 
 class Unusual(nn.Module):
-    """A model with a part that only some steps use, and a buffer."""
+    """A model with a buffer and with a part that only some steps use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Unusual(nn.Module):
 
 
 def train_unusually(rank: int, steps: Steps) -> list[torch.Tensor]:
-    torch.manual_seed(rank)  # which differ
+    torch.manual_seed(rank)  # each trainer has other parameters
     module = Unusual()
     module.norm.running_mean.fill_(float(rank))
     model = reduction.DataParallel(module, reduction.serve())
@@ -222,7 +222,7 @@ POSITIONS = torch.arange(768 * 1024.0)
 
 
 class Various(nn.Module):
-    """Gradients of 3 MiB each: contiguous ones, one that is not, and one that only some trainers have."""
+    """A model with gradients of 3 MiB each: contiguous ones, one that is not, and one that only some trainers have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Various(nn.Module):
 
     def forward(self, rank: int) -> torch.Tensor:
         terms = [self.flat, self.transposed, self.last, *([self.partly] if rank == 0 else [])]
-        # Each element and each trainer has another gradient.
+        # Each element has another gradient on each trainer.
         return sum((term.reshape(-1) * (POSITIONS + rank) * (place + 1)).sum() for place, term in enumerate(terms))
 
 
@@ -274,7 +274,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
     enter()
     model = make_model()
     if rank:
-        nn.init.zeros_(model[0].weight)  # not the model that it trains
+        nn.init.zeros_(model[0].weight)  # it gets the others' state instead
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     server = reduction.serve("worker3", trainers=2)
     copy = reduction.DataParallel(model, server, optimizer=optimizer)
@@ -287,7 +287,8 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
     else:
         assert step_of(server) >= 5
         steps.done("joined")
-    # From here on all count the same steps, whenever each of them noticed the new one. One leaves, the others go on.
+    # From here on all count the same steps, even if they notice the new trainer at different steps. One trainer leaves,
+    # and the others go on.
     last = 5 + 2000
     while step_of(server) < last:
         train(copy, optimizer, 20 + rank, 1)
@@ -318,7 +319,7 @@ def test_a_trainer_whose_model_is_gone_delays_no_step(run_on_both: RunWorkers, t
 def train_for_different_times(rank: int, steps: Steps) -> None:
     if rank:
         for turn in range(2):
-            # The second time they use the same server, with all trainers.
+            # In the second turn they use the same server, with all trainers.
             model = make_model()
             copy = reduction.DataParallel(model, reduction.serve("worker0"))
             assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2 + 3 * rank)) == 2 + 3 * rank
@@ -368,10 +369,10 @@ def let_go_of_one_of_two_models(rank: int, steps: Steps) -> None:
         else:
             train(copies[0], optimizers[0], rank, 2)
             steps.done("trained alone")
-            # The third trainer gets the model from this one, and not from the trainer that has dropped it.
+            # The third trainer gets the model from this trainer, since the other one has dropped it.
             while not steps.is_done("begun"):
                 train(copies[0], optimizers[0], rank, 1)
-        # Both still train the other model.
+        # Both trainers still train the other model.
         steps.wait_for("begun")
         train(copies[-1], optimizers[-1], rank, 2)
     elif rank == 3:
@@ -468,7 +469,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
         assert torch.equal(reduction.push_pull(server, [torch.ones(2), torch.ones(3)])[1], torch.ones(3))
-        # The first step is over, and does not wait for others.
+        # The first step is over, so it waits for no further trainer.
         reduction.serve("worker1", trainers=2)
         reduction.serve("worker1", name="two", trainers=["worker0", "worker2"])
         reduction.serve("worker1", name="two", trainers=["worker2", "worker0"])
@@ -501,7 +502,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
             match=r"'worker2' pushes gradients of \[3, 2\] .*'worker1' has pushed \[2, 3\]",
         ):
             reduction.push_pull(server, [wrong])
-        # The trainer may correct its argument, and the refusal leaves no trace.
+        # The trainer may push again with other arguments, and the refusal leaves no trace.
         known = weakref.ref(wrong)
         del wrong
         eventually(lambda: gc.collect() >= 0 and known() is None, "the gradients are free")
@@ -530,7 +531,7 @@ def test_without_rpc_serve_says_so() -> None:
 # ------------------------------------------------------------------------------------------- the programs of the page
 
 PROGRAMS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/reduction.md").read_text(), re.DOTALL)
-# The workers of each program, and each trainer's output.
+# The number of workers of each program, and the output of each trainer.
 RUNS = (
     (("ps0", "trainer0", "trainer1"), r"loss \d\.\d+, mean of [12]"),
     (("0", "1"), r"Contributors\(names=\('trainer0', 'trainer1'\), index=[01], divisor=2\)"),

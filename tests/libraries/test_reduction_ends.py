@@ -1,4 +1,4 @@
-"""What comes after a model has ended: openings, sums and gradients that are late."""
+"""Openings, sums and gradients that arrive after a model has ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def take_late_openings(rank: int) -> None:
     for late in (before, before._replace(step=before.step + 1)):
         server.office.receive(late)
         assert server.office.opening(before.key) is None
-    # A trainer that comes again goes on after these steps.
+    # A new trainer starts again after these steps.
     assert reduction.push_pull(reduction.serve("worker0"), torch.ones(2)).sum() == 2
 
 
@@ -51,7 +51,7 @@ def miss_the_end_of_a_model(rank: int) -> None:
     reduction.push_pull(server, torch.ones(2))
     office = server.office
     [sums] = [thread for thread in threading.enumerate() if thread.name == "torch_ucx_rpc-sums"]
-    # A host that was left out in the meantime hears nothing of the last trainer's leave.
+    # A host that was left out does not learn that the last trainer has left.
     office.steps.clear()
     assert office.epoch is not None
     office._enter(office.epoch._replace(number=office.epoch.number + 1))

@@ -1,4 +1,4 @@
-"""Averages of gradients while trainers and hosts are slow, hang, are cut off, leave, join, or die."""
+"""Averages of gradients while trainers and hosts are slow, hang, are cut off, leave, join or die."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
     steps.done(f"over {rank}")
     steps.wait_for("over 1", "over 3")
     assert are_equal(torch.load(steps.directory / "1.pt"), torch.load(steps.directory / "3.pt"))
-    # gloo's process group waits for the dead worker.
+    # End at once: gloo's process group would wait for the dead worker.
     os._exit(0)
 
 
@@ -80,7 +80,7 @@ def test_a_member_that_decides_learns_what_it_decides(run_on_ucx: RunWorkers, tm
 def found_without_an_office(rank: int, steps: Steps, url: str) -> None:
     enter(url, rank)
     if rank == 0:
-        # A message of another worker's makes the group alike. This worker founds it.
+        # Another worker's message would also make the group. Here this worker founds it.
         members.group("reduction").wait(timeout=20)
         steps.done("founded")
     else:
@@ -142,7 +142,7 @@ def join_without_a_lease(rank: int, steps: Steps) -> None:
         steps.done("alone")
         eventually(lambda: copy._steps._requests, "another asks for the model")
         steps.done("asked")
-        # A trainer gives its state when it begins a step.
+        # A trainer sends its state when it begins a step.
         steps.wait_for("leased again")
         train(copy, optimizer, rank, 1)
     elif rank == 2:
@@ -250,14 +250,14 @@ def train_with_a_slow_one(rank: int, steps: Steps, way: str) -> dict[int, list[t
             copy.register_comm_hook(made, reduction.hook)
         else:
             copy = reduction.DataParallel(model, server, quorum=2, optimizer=optimizer, bucket_bytes=1 << 16)
-        # Parameters at the beginning of each step.
+        # The parameters at the beginning of each step.
         begun = {}
         if way == "hook":
-            # DDP makes its buckets in these steps.
+            # DDP builds its buckets in these steps.
             train(copy, optimizer, rank, 2)
         steps.meet("begun", rank, 3)
         if rank == 2:
-            # It hangs for longer than the step that the others do without it.
+            # This trainer hangs for longer than the step that the others do without it.
             [x] = batches(rank, 1)
             optimizer.zero_grad()
             loss = F.mse_loss(copy(x), x.sum(1, keepdim=True))
@@ -290,7 +290,7 @@ def push_with_quorum(rank: int, steps: Steps) -> None:
         push = functools.partial(reduction.push_pull, server, quorum=1)
         if rank == 2:
             steps.wait_for("pushed")
-        # The second trainer comes later, and has not missed a step.
+        # The second trainer joins later, and has not missed a step.
         assert torch.equal(push(torch.full((4,), float(rank))), torch.full((4,), float(rank)))
         assert server.contributors == reduction.Contributors((f"worker{rank}",), 0, 1)
         steps.done("pushed" if rank == 1 else "pushed alone")
@@ -339,7 +339,7 @@ def lose_a_host(rank: int, steps: Steps, is_on_trainers: bool) -> list[torch.Ten
 
 
 def test_a_host_that_dies_between_two_answers_splits_nothing(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    # worker2 alone has the means of a step, and holds the GIL, when their host dies.
+    # When the host dies, only worker2 has the means of the step, and it holds the GIL.
     results = run_on_ucx(5, answer_one_and_die, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
     assert are_equal(results[2], results[3])
     assert are_equal(results[2], results[4])
@@ -439,11 +439,11 @@ def test_one_broken_link_splits_nothing(tmp_path: Path) -> None:
 
         def break_the_link() -> None:
             steps.wait_for("ten 2", "ten 3", timeout=60)
-            # Isolated ports of a bridge reach all other ports, but not each other.
+            # The isolated ports of a bridge reach all other ports, but not each other.
             for name in ("ps0", "t0"):
                 hosts.head._on_network(f"ip link set dev {of[name]._port} type bridge_slave isolated on")
             steps.done("broken")
-            time.sleep(3 * 2.0)  # of heartbeat_limit
+            time.sleep(3 * 2.0)  # three times heartbeat_limit
             for name in ("ps0", "t0"):
                 hosts.head._on_network(f"ip link set dev {of[name]._port} type bridge_slave isolated off")
             steps.done("healed")
@@ -487,7 +487,7 @@ def push_over_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
             fate.of("ps0", "cut_for", 7)
             steps.done("cut")
         steps.wait_for("cut")
-        # The trainers go on without the host, and have none.
+        # The trainers form a group without the host, and no host is left.
         assert reduction.push_pull(server, torch.full((2,), float(rank))).tolist() == [1.5, 1.5]
     steps.meet("over", rank, 3)
 

@@ -1,4 +1,4 @@
-"""Servers with an optimizer: their parameters, and what remains of these when hosts die."""
+"""Servers with an optimizer: their parameters, before and after hosts die."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def restart_the_server(rank: int, steps: Steps, url: str) -> None:
         for _ in range(12):
             (parameter,) = reduction.push_pull(server, [torch.ones(3)])
         rpc.rpc_async("worker0", die)
-        # A push before that may still be applied: the eleventh update of this test would be the thirteenth.
+        # Wait for the death: the old server might still apply a push, as the thirteenth update.
         steps.wait_for("dead")
         (parameter,) = reduction.push_pull(server, [torch.ones(3)])
-        # Ten updates were saved. This is the eleventh, with the momentum of those.
+        # Ten updates were saved. This is the eleventh, with the momentum of the ten.
         expected = nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([expected], lr=0.1, momentum=0.9)
         for _ in range(11):

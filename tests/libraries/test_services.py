@@ -1,4 +1,4 @@
-"""Names of services: their owners and callers, also when workers come, go and die."""
+"""Names of services, their owners and their callers, also while workers join, leave and die."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def load_a_replica(rank: int, steps: Steps) -> None:
     steps.meet("registered", rank, 3)
     if rank == 0:
         first = services.call_async("wait")
-        # One replica has an open call now, so calls go to the other one.
+        # One replica now has an open call, so calls go to the other one.
         names = {services.call("name") for _ in range(10)}
         assert len(names) == 1
         second = services.call_async("wait")
@@ -190,7 +190,7 @@ def answer_later_and_raise(rank: int, steps: Steps) -> None:
                 call("fail", "missing")
         with pytest.raises(RuntimeError, match=r"unexpected keyword argument|argument 'y'"):
             services.call("fail", y=1)
-        # All keywords except the timeout go to the service.
+        # The service gets all keywords except the timeout.
         assert services.call("later", timeout=10, x=2) == 4
     steps.meet("called", rank, 2)
     if rank == 1:
@@ -358,7 +358,7 @@ def nap() -> str:
 
 
 class begin_call:  # noqa: N801 - used as a function
-    """A synchronous call on another thread."""
+    """Begin a synchronous call on another thread."""
 
     def __init__(self, name: str) -> None:
         self._executor = concurrent.futures.ThreadPoolExecutor(1)
@@ -382,7 +382,7 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
         once, waited = services.call_async("once"), begin_call("wait")
         calls = [services.call_async("nap") for _ in range(500)]
         rpc.rpc_async("worker1", die)
-        # Calls that were under way, and calls that begin before the loss is noticed.
+        # Calls in flight at the death, and calls that begin before the loss is noticed.
         answers = [call.wait() for call in calls] + [services.call("nap") for _ in range(500)]
         assert set(answers[500:]) >= {"worker2", "worker3"}
         with pytest.raises(WorkerLost) as lost:
@@ -452,7 +452,7 @@ def contend_for_names(rank: int, steps: Steps) -> list[int]:
     steps.done(f"over {rank}")
     steps.wait_for("over 1", "over 2", "over 3")
     assert len([service for service in services.names() if service.name.startswith("name ")]) == CONTENDED
-    # All workers see the same owners.
+    # This worker sees itself as the owner of its names.
     assert all(f"worker{rank}" == service.workers[0] for service in services.names() if int(service.name[5:]) in mine)
     steps.done(f"looked {rank}")
     steps.wait_for("looked 1", "looked 2", "looked 3")
@@ -468,7 +468,7 @@ def join(rank: int, **overrides: object) -> None:
 
 
 def test_joining_workers_know_the_names_of_the_living(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    # Meet through a file, so that rank 0 may be the first to leave.
+    # The workers meet through a file, so that rank 0 may leave first.
     url = (tmp_path / "store").as_uri()
     run_on_ucx(4, come_and_go, Steps(tmp_path), url, init=False)
 
@@ -488,7 +488,7 @@ def come_and_go(rank: int, steps: Steps, url: str) -> None:
     for other in range(4):
         assert services.call(f"name {other}") == f"worker{other}"
     steps.meet("called", rank, 4)
-    # The decider leaves, and then the next one.
+    # The decider leaves, and then the next decider leaves.
     if rank:
         steps.wait_for(f"left {rank - 1}")
         eventually(lambda: f"name {rank - 1}" not in offered(), "the names of who has left are gone")

@@ -1,4 +1,4 @@
-"""One worker decides on names: when it dies, when others hang, when changes are interrupted, and across cuts."""
+"""One worker decides on names. It dies, others hang, changes are interrupted, and networks are cut."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def go_on_without_two(rank: int, steps: Steps, group: str) -> None:
         die()
     if rank == 1:
         workers.stop(pid_of(steps, 3))
-        # The worker hangs, and changes no names.
+        # A worker that hangs delays no change of names.
         began = time.monotonic()
         services.register("while it hangs", own_name)
         with pytest.raises(UnknownName):
@@ -92,7 +92,7 @@ def go_on_without_two(rank: int, steps: Steps, group: str) -> None:
         services.register("after", own_name)
         with pytest.raises(UnknownName, match="no living worker offers 'unknown'"):
             services.call("unknown")
-        # Silence is not an end.
+        # A silent worker keeps its names.
         assert offered() == {"of 1", "of 2", "of 3", "while it hangs", "after"}
         with pytest.raises(NameTaken, match="'worker3'"):
             services.pair("of 3", 1)
@@ -123,7 +123,7 @@ def stop_the_decider(rank: int, steps: Steps) -> None:
     if rank == 1:
         workers.stop(pid_of(steps, 0))
         services.register("while it hangs", own_name)
-        # The lost worker is not a member, so the others are called.
+        # The silent worker is not a member, so calls go to the others.
         assert {services.call("replica", timeout=5) for _ in range(6)} == {"worker1", "worker2"}
         os.kill(pid_of(steps, 0), signal.SIGCONT)
         eventually(lambda: services.call("replica") == "worker0", "it is called again")
@@ -159,7 +159,7 @@ def lose_a_name(rank: int, steps: Steps) -> None:
     if rank == 0:
         workers.stop(pid_of(steps, 2))
         known = directory()
-        # Act as if this decider had taken over without having heard of it.
+        # Act as if this decider had taken over without knowing of the name.
         with known.lock:
             known.owners["worker2"] = known.owners["worker2"].without(["seat"])
         services.pair("seat", 0)
@@ -190,7 +190,7 @@ def change_the_decider(rank: int, steps: Steps, moment: str) -> None:
 
         def overtaken(*arguments: object) -> object:
             granted = done(*arguments)
-            # The grant is here, and its decider dies: the next one wants the name itself.
+            # The grant has arrived, and its decider dies. The next decider wants the name itself.
             setattr(_directory.Directory, moment, done)
             rpc.rpc_async("worker0", die)
             eventually(lambda: len(services.members()) == 2, "worker0 is lost")
@@ -292,7 +292,7 @@ def lose_a_worker(rank: int, steps: Steps) -> None:
     steps.meet("registered", rank, 3)
     if rank == 1:
         die()
-    # No call shows the loss.
+    # No call to the dead worker shows the loss.
     gone = services.watch("name", lambda service: "worker1" in service.workers or steps.done(f"told {rank}"))
     steps.wait_for("told 0", "told 2", timeout=60)
     gone()
@@ -322,7 +322,7 @@ def be_cut_off(rank: int, steps: Steps, fate: Fate) -> None:
         steps.done("cut")
     steps.wait_for("cut")
     if rank == 2:
-        _directory.get_rpc_timeout = lambda: 4 * LIMIT_S  # for the decision
+        _directory.get_rpc_timeout = lambda: 4 * LIMIT_S  # the limit of the decision
         with pytest.raises(RuntimeError, match="no worker decides: worker 'worker2' is cut off from"):
             services.pair("seat", 2)
         assert services.call("of 2") == "worker2"
@@ -354,7 +354,7 @@ def interrupt_changes(rank: int, steps: Steps) -> None:
     if rank == 1:
         for moment in ("_from_decider", "_on"):
             interrupt(services.pair, moment, f"weights {moment}", 1)
-            # A worker that has not read its grant does not have the name.
+            # A worker that was interrupted before it read its grant does not have the name.
             assert (f"weights {moment}" in directory().served) == (moment == "_from_decider")
             services.pair(f"bias {moment}", 1)
             interrupt(services.unregister, moment, f"bias {moment}")

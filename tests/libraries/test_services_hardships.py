@@ -1,4 +1,4 @@
-"""Names when workers stop, leave in the middle of calls, or are interrupted."""
+"""Names while workers are busy, leave during calls, or are interrupted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keep_busy(steps: Steps) -> None:
 def miss_changes(rank: int, steps: Steps) -> None:
     if rank == 0:
         services.register("old", own_name)
-        # A message that is not received in this time is void.
+        # A message that is not received in this time no longer counts.
         _directory.LIMIT_S = 0.1
         steps.done("old")
         steps.wait_for("called")
@@ -52,7 +52,7 @@ def miss_changes(rank: int, steps: Steps) -> None:
         assert services.call("old") == "worker0"
         steps.done("called")
         steps.wait_for("changed")
-        # The worker does not ask: the decider reports to it.
+        # The worker does not ask. The decider reports to it.
         eventually(lambda: set(_directory.directory().owners["worker0"].offers) == {"new"}, "it has heard")
         with pytest.raises(UnknownName):
             services.call("old")
@@ -148,7 +148,7 @@ _executed: list[str] = []
 
 def ask_for_what_is_gone() -> None:
     _executed.append(own_name())
-    # A route from the time before the name was unregistered.
+    # Call as a worker would whose route is older than the unregistering.
     rpc.rpc_sync("worker0", _served.serve, args=("gone",))
 
 
@@ -236,7 +236,7 @@ def stop_watching(rank: int) -> None:
     services.register("name", own_name)
     stop()
     go_on.set()
-    # Reports come one after the other.
+    # Reports come one after the other, so a report to the first watch would be in the list by now.
     is_told.clear()
     services.watch("name", on_change)
     assert is_told.wait(30)
@@ -246,7 +246,7 @@ def stop_watching(rank: int) -> None:
 # ----------------------------------------------------------------------------------------------------- what is called
 
 
-def test_a_role_is_called_that_has_just_registered_the_service(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_call_role_finds_a_service_registered_just_before(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, call_a_role_before_it_is_told, Steps(tmp_path))
 
 
