@@ -49,8 +49,8 @@ constexpr bool isLocal(ErrorCode code) {
   return false;
 }
 
-// The outcome of an operation, passed between threads as a value. The agent turns it into an exception at one place:
-// its boundary to torch or Python. Its message is written for the person who reads that exception.
+// The outcome of an operation, passed between threads as a value. It becomes an exception only where the agent meets
+// torch or Python. Its message is written for the person who reads that exception.
 class [[nodiscard]] Error {
  public:
   Error() = default;

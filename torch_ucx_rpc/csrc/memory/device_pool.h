@@ -55,7 +55,8 @@ class DevicePool {
 
   static DevicePool& instance();
 
-  // Sets the source for later allocations. Source::kEntryPoints needs `entryPoints`, the others need `allocatorOf`.
+  // Sets the source for later allocations. Source::kEntryPoints needs `entryPoints`. The others need `allocatorOf`, and
+  // so does allocateBeside().
   void setSource(
       Source source, EntryPoints entryPoints = {nullptr, nullptr}, AllocatorOf allocatorOf = &c10::GetAllocator);
 

@@ -111,8 +111,8 @@ class Connection {
   // To be called when the endpoint has failed or is given up, and mayResume() is true.
   void breakOff(const std::string& why);
 
-  // A queue has messages of one kind that leave in one way. Small messages do not wait behind large ones, nor answers
-  // behind requests. Control frames are few and small, and never wait: they have no queue.
+  // A queue has answers, or requests and puts, that leave in one way. Small messages do not wait behind large ones, nor
+  // answers behind requests. Control frames are few and small, and never wait: they have no queue.
   static constexpr size_t kQueues = 4;
   static size_t queueOf(const OutgoingMessage& message) {
     return queueOf(message.header.kind, message.rendezvousParts() == 0);

@@ -52,11 +52,11 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
       return isTaken;
     });
   }
-  // A request may wait for the effect of an earlier one. If later requests took all threads first, the earlier one
-  // would get none.
   for (Peer* peer : breaks) {
     buffer_.handlers_.peers->onBroken(*peer);
   }
+  // A request may wait for the effect of an earlier one. If later requests took all threads first, the earlier one
+  // would get none.
   if (!inOrder.empty() || !failures.empty()) {
     turn.end([handlers = &buffer_.handlers_, inOrder = std::move(inOrder), failures = std::move(failures)]() mutable {
       for (std::variant<IncomingMessage, Control>& event : inOrder) {

@@ -11,9 +11,9 @@
 
 namespace torch_ucx_rpc {
 
-// Notices peers that fall silent and whose process cannot be watched (peers/process_watch.h), because it runs on
-// another machine or in another pid namespace. Nothing else shows a dead host or a cut cable: UCX reports neither
-// within 45 s.
+// Notices peers that fall silent. Their process may run on another machine or in another pid namespace, where it cannot
+// be watched (peers/process_watch.h). Then nothing else shows a dead host or a cut cable: UCX reports neither within 45
+// s.
 //
 // Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
 // are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
@@ -21,7 +21,7 @@ namespace torch_ucx_rpc {
 // There are two limits. A peer that is silent for longer than the first is suspect: calls to it wait. The next sign of
 // life ends the suspicion. If the peer stays silent for the reconnect limit instead, it is lost. A peer whose process
 // is watched is never lost by silence. Time in which this process itself did not run does not count.
-// Connection::silence has the time. All functions run under the worker lock.
+// Connection::silence has the time. All functions but isOn() and period() need the worker lock.
 class Heartbeat {
  public:
   using Clock = std::chrono::steady_clock;

@@ -30,9 +30,8 @@
 
 namespace torch_ucx_rpc {
 
-// Sends and receives messages. It owns the transport and every object that touches it: Progress, Outbox, Inbox and the
-// receive window. The rest of the agent calls post(), and learns through the EventHandlers what has arrived, left or
-// failed.
+// Sends and receives messages. It owns the transport and every object that touches it, such as Progress, Outbox and
+// Inbox. The rest of the agent calls post(), and learns through the EventHandlers what has arrived, left or failed.
 //
 // Thread-safe, except methods whose names end in WithWorkerLock. Those are for operations that the messenger itself
 // runs under the lock.
