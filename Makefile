@@ -1,14 +1,14 @@
-# The same verbs by hand and in CI. `make` alone lists them; tools/ has the programs that are needed rarely.
+# The same verbs by hand and in CI. `make` alone lists them. tools/ has programs for rarer work.
 #
 #   TORCH=2.13.0        version of torch to install and build against
-#   UCX=                wheel with UCX, such as libucx-cu13, or `system` for conda's or the system's; without any, the
+#   UCX=                wheel with UCX, such as libucx-cu13, or `system` for conda's or the system's UCX; if empty, the
 #                       wheel for torch's CUDA
 #   PYTHON=python3      interpreter of the virtual environment
-#   VENV=.venv          where that is
-#   JOBS=2              how many Python tests run at a time; 0: one after the other in one process, as for a debugger
+#   VENV=.venv          folder of the virtual environment
+#   JOBS=2              how many Python tests run at a time; 0: one after the other in one process, for a debugger
 #   BACKEND=UCX         the backend of test-conformance; TENSORPIPE is PyTorch's own
 #
-# pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
+# pip's own variables work too, such as PIP_EXTRA_INDEX_URL for TORCH=2.13.0+cpu.
 TORCH ?= 2.13.0
 UCX ?=
 PYTHON ?= python3
@@ -25,11 +25,11 @@ export TORCH_UCX_RPC_UCX := system
 endif
 
 PY := $(VENV)/bin/python
-# Of this environment, activated or not: cmake, ninja, ctest, ruff, clang-format.
+# The programs of this environment come first, activated or not: cmake, ninja, ctest, ruff, clang-format.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
-# The outcomes of tests, for tools/every_file_ran.py.
+# Folder of the tests' reports, for tools/every_file_ran.py.
 REPORTS := build/reports
 # Tests wait more than they compute, so two at a time take half as long, on two cores too.
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
@@ -38,7 +38,7 @@ LIBRARIES ?= tests/libraries
 # Options of ctest for test-cpp.
 CTEST ?=
 
-# Each of these files says that something is installed. They live in the environment and go with it.
+# Each of these files says that something is installed. They are in the environment, and are deleted with it.
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 
@@ -48,11 +48,11 @@ EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 help: ## List the verbs
 	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } \
 	  /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 } \
-	  END { print "\nPrograms that are needed rarely are in tools; --help tells what they do." }' Makefile
+	  END { print "\nPrograms for rarer work are in tools/; --help says what each does." }' Makefile
 
 ##@ Build
 
-build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile, install the package into it
+build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile the package, and install it there
 	@$(PY) setup.py --quiet build_ext --inplace
 	@$(MAKE) --no-print-directory --silent $(EDITABLE)
 	@$(PY) -m compileall -q torch_ucx_rpc
@@ -60,7 +60,7 @@ build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile, install the pac
 demo: build $(VENV)/.extra-examples ## Train a model split over two workers, on UCX and on TensorPipe
 	@$(PY) examples/digits.py
 
-clean: ## Remove the files of the build; the environment stays
+clean: ## Remove the files of the build, but not .venv
 	@rm -rf build dist *.egg-info torch_ucx_rpc/*.so torch_ucx_rpc/_build_info.py torch_ucx_rpc/_torch_headers.txt $(VENV)/.editable-*
 
 environment: $(ENVIRONMENT)
@@ -121,13 +121,13 @@ test-examples: build $(VENV)/.extra-test ## The examples and the tutorials, run 
 test-launchers: build $(VENV)/.extra-test ## Jobs under Slurm, Open MPI, MPICH and torchrun; needs root
 	@$(PYTEST) tests/launchers -m "not field" --junit-xml=$(REPORTS)/launchers.xml
 
-test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites, on BACKEND
+test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites, on the backend BACKEND
 	@$(PYTEST) tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
 
 test-field: build $(VENV)/.extra-test $(VENV)/.extra-docs ## Python tests that take minutes or much memory; some need root
 	@$(PY) -m pytest tests/unit tests/e2e tests/tooling tests/launchers -m field --junit-xml=$(REPORTS)/field.xml
 
-# Each check runs, even if an earlier one has failed. Not $(MAKE), with which `make -n` would run all of it.
+# Each check runs, even if an earlier one has failed. With $(MAKE) in place of make, `make -n` would run all of them.
 nightly: build ## The checks that take too long for CI: test-field, schedules, sanitizers, soaks, fuzzing, a GPU rehearsal
 	@status=0; \
 	make --no-print-directory test-field || status=1; \
@@ -157,12 +157,12 @@ format: $(VENV)/.extra-lint ## Rewrite the sources in the project's formats
 	@ruff format
 	@clang-format -i $(CXX_FILES)
 
-# Not with --quiet, which hides warnings from the strict build too.
-docs: $(VENV)/.extra-docs ## Build the site of the documentation into build/site
+# Without --quiet, which would hide warnings from the strict build too.
+docs: $(VENV)/.extra-docs ## Build the site of the documentation in build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 	@echo "build/site/index.html; with its search: $(PY) -m http.server --directory build/site"
 
 ##@ Measure
 
-bench: build $(VENV)/.extra-bench ## Compare with TensorPipe, in ten minutes
+bench: build $(VENV)/.extra-bench ## Compare UCX with TensorPipe, in ten minutes
 	@$(PY) -m benchmarks --json build/bench.json

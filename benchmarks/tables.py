@@ -42,9 +42,9 @@ PREFACE = """\
 # {run}
 
 `{run}.json` has every round. Each cell here has the median of the rounds, with the lowest and the highest.
-"TensorPipe" has its default transports, and "TensorPipe, uv" those for networks. A ratio is taken to the better of the
-two in each round, unless it says otherwise. UCX over TCP is compared with uv. "must" and "aim" are the project's own
-bounds for the ratio."""
+"TensorPipe" has its default transports, and "TensorPipe, uv" those for networks. In each round, the ratio is that of
+UCX to the better of the two, unless the row names another. UCX over TCP is compared with uv. "must" and "aim" are the
+project's own bounds for the ratio."""
 
 
 @dataclasses.dataclass(frozen=True)
