@@ -52,8 +52,8 @@ struct PlannedStorage {
 // one storage, so that tensors which share memory still share it after arrival. The result points into `tensors`.
 //
 // The plan bounds the body: its inline storages have 1 MiB together. It also bounds the spans. Each storage of a
-// device, and each other storage from 1 MiB on, has its own span. Smaller ones have their own spans while the CPU has
-// 512 at most, and share spans otherwise.
+// device, and each other storage from 1 MiB on, has its own span. Smaller ones have their own spans only above
+// kInlineStorageBytes, and while the CPU has 512 at most. The rest share spans.
 std::vector<PlannedStorage> planStorages(std::vector<PlannedTensor>& tensors);
 
 } // namespace torch_ucx_rpc
