@@ -81,7 +81,7 @@ def main():
     torch_ucx_rpc.init_rpc()
     if rpc.get_worker_info().id == 0:
         learn(arguments)
-    # The actors wait here, playing for the learner, until it has come here too.
+    # The actors wait here, and play for the learner, until it has also called shutdown().
     rpc.shutdown()
 
 

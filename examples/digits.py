@@ -3,9 +3,9 @@
     driver ---- images ----> features ---- activations ----> classifier ---- logits ----> driver
                 (convolutions)                  (dense layers)                            (loss)
 
-Three processes form one RPC job. The two workers hold half of the network each and only serve calls. The driver holds
-the data and the loss: each step it sends a batch of images through the stages, has distributed autograd send the
-gradients back the same way, and the distributed optimizer update the parameters where they are.
+Three processes form one RPC job. Two workers each hold half of the network and only serve calls. The driver has the
+data and the loss. In each step it sends a batch of images through the stages. Distributed autograd sends the gradients
+back the same way, and the distributed optimizer updates the parameters where they are.
 
 The data are the 1,797 handwritten digits, 8x8 pixels each, that come with scikit-learn. Nothing is downloaded.
 
@@ -45,7 +45,7 @@ REQUIRED_ACCURACY = 0.95
 
 
 class Stage(nn.Module):
-    """A part of the network that takes its input from wherever that is."""
+    """A part of the network. It fetches its input from the worker that has it."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class Stage(nn.Module):
         self.layers = self.build()
 
     def forward(self, rref: rpc.RRef) -> torch.Tensor:
-        # Fetched from its owner, which need not be the caller.
+        # to_here() fetches the value from its owner, which need not be the caller.
         return self.layers(rref.to_here())
 
     def parameter_rrefs(self) -> list[rpc.RRef]:
-        """References to the parameters, which never leave this worker."""
+        """Return references to the parameters, which never leave this worker."""
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
 
@@ -96,14 +96,14 @@ def train(backend: str) -> Result:
     images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     x, x_test, y, y_test = train_test_split(images, torch.tensor(labels), test_size=0.2, random_state=0)
 
-    # Built on the workers; here there are only references to them.
+    # The workers build the stages. The driver has only references to them.
     features = rpc.remote("features", Features, args=(1,))
     classifier = rpc.remote("classifier", Classifier, args=(2,))
     parameters = features.rpc_sync().parameter_rrefs() + classifier.rpc_sync().parameter_rrefs()
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.05, momentum=0.9)
 
     def predict(batch: torch.Tensor) -> torch.Tensor:
-        # The activations go from one worker to the other: only a reference to them is passed on here.
+        # The activations go from one worker to the other. The driver passes on only a reference.
         activations = features.remote().forward(rpc.RRef(batch))
         return classifier.rpc_sync().forward(activations)
 
@@ -119,14 +119,14 @@ def train(backend: str) -> Result:
                     optimizer.step(context)
                 losses.append(loss.item())
                 if len(losses) == 1:
-                    # By now the workers have connected, which happens once.
+                    # By now the workers have connected, so the time of connecting does not count.
                     started = time.perf_counter()
                 progress.update()
                 progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     seconds = time.perf_counter() - started
 
     accuracy = (predict(x_test).argmax(dim=1) == y_test).double().mean().item()
-    # The report below picks the bytes and the lanes out of the agents' metrics.
+    # The report below shows the bytes and the lanes from the agents' metrics.
     debug_info = {worker: rpc.rpc_sync(worker, rpc._get_debug_info) for worker in WORKERS}
     return Result(losses, accuracy, (len(losses) - 1) / seconds, debug_info)
 
@@ -136,10 +136,10 @@ def train(backend: str) -> Result:
 
 def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
     """The program of each of the three processes."""
-    # Torch warns about its own insides here: TensorPipe's way to find the other workers, TorchScript in optimizers.
+    # torch warns about its own internals here: how TensorPipe finds workers, and TorchScript in optimizers.
     logging.captureWarnings(True)
     if backend == "UCX":
-        # This import, and the name of the backend, are all that a program changes for UCX.
+        # For UCX, a program changes only this import and the name of the backend.
         from torch_ucx_rpc import UcxRpcBackendOptions
 
         options = UcxRpcBackendOptions(init_method=store)
@@ -155,15 +155,15 @@ def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
     )
     if WORKERS[rank] == "driver":
         results.put(train(backend))
-    # The workers wait here, serving calls, until the driver has come here too.
+    # The workers wait here, and serve calls, until the driver has also called shutdown().
     rpc.shutdown()
 
 
 def run(backend: str) -> Result:
-    # One thread per process, and per thread of the agent: torch.set_num_threads() would reach the main thread alone.
-    # Sums of several threads round differently from run to run, and training magnifies that.
+    # Each thread computes alone, the agent's threads too: torch.set_num_threads() would affect only the main thread.
+    # Sums by several threads round differently from run to run, and training magnifies that.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Slow imports happen once, in the server that all workers are forked from.
+    # The server from which all workers are forked does the slow imports once.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch_ucx_rpc", "sklearn.datasets", "sklearn.model_selection"])
     results = context.SimpleQueue()
@@ -209,7 +209,7 @@ def largest_difference(results: dict[str, Result]) -> float:
 
 
 def problems(results: dict[str, Result]) -> list[str]:
-    """Why this run is not a success, in sentences."""
+    """Return the reasons why this run is not a success."""
     found = [
         f"The accuracy on {backend} is {result.accuracy:.1%}; {REQUIRED_ACCURACY:.0%} is required."
         for backend, result in results.items()

@@ -32,14 +32,14 @@ LEAVES, LEAVES_AFTER = "worker1", 10
 KILLED, KILLED_AT = "worker2", 40
 NEWCOMER = "worker4"
 
-# Events as (name, worker, details), from other workers and from callbacks.
+# Other workers and callbacks put events here: (name, worker, details).
 events = queue.Queue()
 # Set when this worker should leave.
 is_over = threading.Event()
 
 
 def compute(number, is_last=False):
-    """A task: the square of a number, computed as a product of matrices."""
+    """Do a task: compute the square of a number as a product of matrices."""
     if is_last:
         os.kill(os.getpid(), signal.SIGKILL)
     a = torch.full((64, 64), number / 64)
@@ -114,7 +114,7 @@ class Coordinator:
             future.add_done_callback(functools.partial(tell_of_task, name, number))
 
     def is_ahead(self, name):
-        """Until worker2 is killed, fast workers wait for slow ones: worker1 and worker2 must come to their ends."""
+        """Return whether a fast worker must wait for slow ones, so that worker1 can leave and worker2 can be killed."""
         return KILLED in self.members and self.done_by[name] > min(self.done_by[member] for member in self.members) + 2
 
 
@@ -146,11 +146,11 @@ def main():
             try:
                 Coordinator(arguments.tasks).run(start)
             except BaseException:
-                # Workers would wait for tasks, and this process for the workers.
+                # End the workers: they would wait for tasks, and this process for them.
                 for process in started:
-                    # The worker gets SIGTERM, since srun could not pass SIGKILL on.
+                    # terminate() sends SIGTERM, which srun passes on to the worker. It could not pass on SIGKILL.
                     process.terminate()
-                # This worker leaves while the store lives, since it writes that there.
+                # This worker writes to the store that it leaves, so it must leave before the folder is deleted.
                 rpc.shutdown(graceful=False)
                 raise
         else:

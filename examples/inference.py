@@ -3,8 +3,8 @@
     worker1, worker2, ... ---- one input ----> worker0: a batch of all waiting inputs, one forward pass
                           <--- one class ---
 
-`async_execution` lets a handler answer later: it leaves a future with its input, and one thread completes the futures
-of a batch. While a batch is computed the next one gathers.
+`async_execution` lets a handler answer later: it queues its input with a future, and one thread completes the futures
+of a batch. While the thread computes a batch, the next one gathers.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main():
     me = rpc.get_worker_info()
     if me.id != 0:
         ask(me.name, arguments.requests)
-    # The server waits here, answering, until all clients have come here too.
+    # The server waits here, and answers, until all clients have also called shutdown().
     rpc.shutdown()
     if me.id == 0:
         sizes = server.sizes

@@ -2,8 +2,8 @@
 
     worker1, worker2, ... ---- gradient ----> worker0: ps::apply(parameter, gradient), compiled by numba
 
-To show it, the Python of worker0 keeps the GIL until all gradients are applied, as a long computation might. A handler
-in Python would wait for it, and so would its caller.
+To show this, the Python of worker0 keeps the GIL until all gradients are applied, as a long computation might. A
+handler in Python would wait for the GIL, and so would its caller.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SIZE = 1024
 @torch_ucx_rpc.native_op("ps::apply(Tensor(a!) parameter, Tensor gradient, *, float lr=1) -> ()")
 def apply(parameter, gradient, lr):
     if parameter.shape != gradient.shape:
-        raise ValueError("shapes differ")  # numba checks no indices
+        raise ValueError("shapes differ")  # numba does not check indices
     for i in range(parameter.shape[0]):
         parameter[i] -= lr * gradient[i]
 
@@ -36,7 +36,7 @@ def update(parameter: RRef[Tensor], gradient: Tensor) -> None:
 
 
 class Client:
-    """Run in a worker: send its updates, once the server has sent a reference to the parameter."""
+    """The part of a client: it sends its updates once the server has sent a reference to the parameter."""
 
     parameter: RRef
     may_begin = threading.Event()
@@ -56,7 +56,7 @@ class Client:
 
 def serve(clients, updates):
     parameter = torch.zeros(SIZE)
-    apply(parameter, torch.zeros(SIZE))  # compiles it, which needs the GIL
+    apply(parameter, torch.zeros(SIZE))  # the first call compiles, and needs the GIL
     begun = [rpc.rpc_async(client, Client.begin, (rpc.RRef(parameter),)) for client in clients]
     values, expected = parameter.numpy(), len(clients) * updates
     keep_the_gil_until(lambda: -values[0] == expected)

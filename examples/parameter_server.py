@@ -1,6 +1,6 @@
-"""A parameter server: the model lives on one worker, and trainers train it there through an RRef, at their own pace.
+"""A parameter server: one worker has the model, and trainers train it through an RRef, at their own pace.
 
-The program knows torch.distributed.rpc and no backend: it runs on whichever the process has.
+The program uses torch.distributed.rpc and names no backend. It runs on the backend of its process.
 """
 
 import argparse
@@ -18,7 +18,8 @@ class ParameterServer(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        # One layer: the backward of a second would need weights that another trainer may be changing.
+        # The model has one layer: the backward of a second layer would need weights that another trainer may be
+        # changing.
         self.model = nn.Linear(4, 1)
 
     def forward(self, batch):
@@ -33,7 +34,7 @@ server_lock = threading.Lock()
 
 
 def get_server():
-    """Return the one model of all trainers, made when the first one asks."""
+    """Return the model of all trainers. The first request makes it."""
     global server
     with server_lock:
         if server is None:
@@ -68,7 +69,7 @@ def main():
     rpc.init_rpc(name, rank=rank, world_size=world_size)
     if rank > 0:
         train(name, rank, arguments.steps, arguments.lr)
-    # The server waits here, serving the trainers, until they have come here too.
+    # The server waits here, and serves the trainers, until they have also called shutdown().
     rpc.shutdown()
 
 

@@ -3,8 +3,8 @@
     driver ---- batch ----> stage0 ---- activations ----> stage1 ---- loss ----> driver
                                    <---- gradients ------
 
-Prints which layers are where, trains on scikit-learn's handwritten digits with a progress bar, saves a checkpoint, and
-goes on from it. `--trace` writes a Chrome trace of a step.
+Prints the layers of each stage, trains on scikit-learn's handwritten digits with a progress bar, saves a checkpoint,
+and continues from it. `--trace` writes a Chrome trace of a step.
 
     python examples/pipeline.py                         on UCX
     python examples/pipeline.py --backend tensorpipe    on PyTorch's own backend
@@ -83,7 +83,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         pipe.save(folder)
-        # All that a checkpoint needs is there: another pipeline, with its stages the other way round, goes on from it.
+        # The checkpoint is complete: another pipeline, with its stages in the other order, continues from it.
         again = pipeline.DistributedPipeline(network(), ["stage1", "stage0"], balance=[3, 6], loss=F.cross_entropy)
         again.optimizer(torch.optim.AdamW, lr=1e-3)
         again.load(folder)
@@ -105,7 +105,7 @@ def work(rank: int, arguments: argparse.Namespace, store: str) -> None:
     rpc.init_rpc(WORKERS[rank], backend, rank, len(WORKERS), options)
     if WORKERS[rank] == "driver":
         train(arguments)
-    # The stages wait here, serving the driver, until it has come here too.
+    # The stages wait here, and serve the driver, until it has also called shutdown().
     rpc.shutdown()
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of a step into this file, such as step.json")
     arguments = parser.parse_args()
-    # Slow imports happen once, in the server that all workers are forked from.
+    # The server from which all workers are forked does the slow imports once.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch_ucx_rpc.pipeline", "sklearn.datasets", "sklearn.model_selection"])
     with tempfile.TemporaryDirectory() as folder:

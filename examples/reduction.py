@@ -1,7 +1,7 @@
 """Train a network in four processes, kill one of them in the middle, and see that the others go on.
 
-Each process has a copy of the network and batches of its own. `reduction.DataParallel` averages their gradients,
-through a server whose work the four share. There is no process group: the three that are left go on with the next step.
+Each process has a copy of the network and its own batches. `reduction.DataParallel` averages their gradients, through a
+server whose work the four share. There is no process group: the three survivors go on with the next step.
 
 The data are the 1,797 handwritten digits, 8x8 pixels each, that come with scikit-learn. Nothing is downloaded. The
 picture shows the loss of this run beside that of one without a death.
@@ -53,7 +53,7 @@ def train(rank: int, reports: Any) -> None:
     x, y, x_test, y_test = digits()
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    # These two lines, and the name of the model below, are all that differs from one process.
+    # Only these two lines, and the name of the model below, differ from training in one process.
     server = reduction.serve()
     model = reduction.DataParallel(network, server)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
@@ -89,14 +89,14 @@ def work(rank: int, backend: str, store: str, reports: Any, may_leave: Any) -> N
         rpc_backend_options=options,
     )
     train(rank, reports)
-    # The last answers of this trainer may still be under way to others.
+    # The last answers of this trainer may still be on their way to others.
     may_leave.wait()
     # A graceful shutdown would end with an error that names the dead trainer.
     rpc.shutdown(graceful=False)
 
 
 class Run:
-    """A training that this process follows."""
+    """A training by worker processes. This process follows it."""
 
     def __init__(self, backend: str, is_disturbed: bool) -> None:
         self.is_disturbed = is_disturbed
@@ -104,7 +104,7 @@ class Run:
         self.steps_of: dict[int, int] = {}
         self.accuracy: dict[int, float] = {}
         self.slowest_after_kill = 0.0
-        # Slow imports happen once, in the server that all workers are forked from.
+        # The server from which all workers are forked does the slow imports once.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch_ucx_rpc.reduction", "sklearn.datasets", "sklearn.model_selection"])
         reports, may_leave = context.Queue(), context.Event()
@@ -114,7 +114,7 @@ class Run:
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory, "store").as_uri()
             processes = [
-                # Daemons end with this process: after Ctrl-C, too.
+                # Daemons end with this process, also after Ctrl-C.
                 context.Process(target=work, args=(rank, backend, store, queues[rank], may_leave), daemon=True)
                 for rank in range(TRAINERS)
             ]
@@ -148,7 +148,7 @@ class Run:
                     progress.write(f"{'':14}: trainer{KILLED} is killed in step {KILLED_AT}")
 
     def _next_report(self, processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
-        """Wait without a limit while the workers that should live do."""
+        """Wait for a report, without a limit as long as no worker dies unexpectedly."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return reports.get(timeout=2)
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("reduction.png"), help="default: reduction.png")
     arguments = parser.parse_args()
 
-    # TensorPipe does not notice that a worker has died: trainers that wait for its gradients would wait on.
+    # TensorPipe does not notice that a worker has died. Trainers would wait for its gradients for ever.
     disturbances = (False, True) if arguments.backend == "ucx" else (False,)
     runs = [Run(arguments.backend.upper(), is_disturbed) for is_disturbed in disturbances]
     draw(runs, arguments.picture)

@@ -1,11 +1,11 @@
-"""Workers that find each other by names: two serve a model, one of them is killed, and no caller notices.
+"""Workers find each other by names: two serve a model, one of them is killed, and no call fails.
 
     caller ----- "score" -----> evaluator0, evaluator1      replicas: the one with fewer open calls is taken
                  "threshold"    a value, kept by evaluator1
 
-The four processes know each other's names only. The two evaluators register a method of a model that both have; the
-callers call it 400 times each. In the middle evaluator0 is killed. Its calls are repeated with evaluator1, since the
-service was registered as idempotent, and the watch shows which worker is left.
+The four processes know only each other's names. The two evaluators register a method of a model that both have. Each
+caller calls it 400 times. After 150 calls evaluator0 is killed. Its calls are repeated with evaluator1, since
+the service is registered as idempotent. The watch shows which worker is left.
 
     python examples/services.py                         on UCX
     python examples/services.py --backend tensorpipe    likewise; there a death is noticed by the first call that fails
@@ -76,7 +76,7 @@ def call(name: str, both_callers: Any, results: Any) -> None:
     above = 0
     for number in range(CALLS):
         if number == KILLED_AT:
-            # This keeps both from having made all their calls when the evaluator dies.
+            # So both callers still have calls to make when the evaluator dies.
             both_callers.wait(60)
             if name == "caller0":
                 rpc.rpc_async("evaluator0", die)
@@ -116,16 +116,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Call services by their names while one of their workers is killed.")
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     backend = parser.parse_args().backend.upper()
-    # Slow imports happen once, in the server that all workers are forked from.
+    # The server from which all workers are forked does the slow imports once.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch_ucx_rpc.services"])
     both_callers, results = context.Barrier(2), context.Queue()
-    # Not an Event, whose set() waits for each process that waits for it, the killed one too.
+    # Not an Event: its set() waits for each waiting process, also for the killed one.
     is_over = context.Semaphore(0)
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory, "store").as_uri()
         processes = [
-            # Daemons end with this process: after Ctrl-C, too.
+            # Daemons end with this process, also after Ctrl-C.
             context.Process(target=work, args=(rank, backend, store, both_callers, is_over, results), daemon=True)
             for rank in range(len(WORKERS))
         ]

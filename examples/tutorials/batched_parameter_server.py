@@ -1,4 +1,4 @@
-"""A parameter server that answers when every trainer's gradients have come, and has no thread that waits for them."""
+"""A parameter server that answers when every trainer's gradients have arrived. No thread waits for them."""
 
 import os
 import threading

@@ -16,7 +16,8 @@ TRAINERS = 2
 MASTER = TRAINERS
 SERVER = TRAINERS + 1
 
-# They live as long as the process: in torch 2.13, the end of a DDP module can wait for a thread that waits for the GIL.
+# These live as long as the process: in torch 2.13, the end of a DDP module can wait for a thread that waits for the
+# GIL.
 models = []
 
 
@@ -57,7 +58,7 @@ def run(rank, world_size):
         init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['RPC_PORT']}", num_worker_threads=8
     )
     names = {MASTER: "master", SERVER: "server"}
-    if rank < TRAINERS:  # before the master can ask for training
+    if rank < TRAINERS:  # done before the master can ask for training
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)
     rpc.init_rpc(names.get(rank, f"trainer{rank}"), rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank == MASTER:

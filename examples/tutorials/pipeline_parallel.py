@@ -1,4 +1,4 @@
-"""A pipeline: two workers hold a half of the model each, and micro batches go through both at the same time."""
+"""A pipeline: two workers each hold half of the model, and micro-batches go through both at the same time."""
 
 import os
 import threading

@@ -14,7 +14,7 @@ STEPS = 20
 
 
 class Signs:
-    """Shows a number; the right action is 1 if it is positive and 0 otherwise, and has the reward 1."""
+    """Shows a number. The right action, 1 if the number is positive and 0 otherwise, has the reward 1."""
 
     def __init__(self, seed):
         self.random = torch.Generator().manual_seed(seed)
