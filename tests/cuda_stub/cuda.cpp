@@ -22,13 +22,13 @@ CUresult copyInOrder(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream st
   return kSuccess;
 }
 
-// False for an address outside of the device, with CUDA's error for it.
+// Returns false for an address outside of the device, with CUDA's error for it.
 bool attribute(int which, const Allocation* allocation, void* value) {
   const auto set = [value](auto what) { std::memcpy(value, &what, sizeof(what)); };
   const bool isKnown = allocation != nullptr;
   const bool isLegacy = isKnown && allocation->kind == Kind::kLegacy;
   switch (which) {
-    case kContext: // pools and mappings have none
+    case kContext: // pools and mappings have no context
       set(isLegacy ? &primaryContext : nullptr);
       break;
     case kMemoryType:
@@ -62,7 +62,7 @@ bool attribute(int which, const Allocation* allocation, void* value) {
 
 extern "C" {
 
-// ---- What tests ask for.
+// ---- The functions for tests.
 
 void cudaStubHold(bool isHeld) {
   Device::instance().hold(isHeld);
@@ -110,7 +110,7 @@ CUresult cuCtxSetFlags(unsigned /*flags*/) {
   return currentContext() == nullptr ? kInvalidContext : kSuccess;
 }
 
-// UCX asks for functions that older drivers lack: cuCtxSetFlags, and one for DMA-BUF, which the stub lacks too.
+// UCX asks for functions that older drivers lack: cuCtxSetFlags, and one for DMA-BUF. The stub lacks the latter too.
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int /*version*/, uint64_t /*flags*/, int* status) {
   CALLED_EARLY();
   const bool isThere = std::strcmp(symbol, "cuCtxSetFlags") == 0;
@@ -388,7 +388,7 @@ CUresult cuEventQuery(CUevent event) {
   return event->done.load() == event->recorded.load() ? kSuccess : kNotReady;
 }
 
-// ---- What the stub has not: managed memory, handles other than legacy IPC's, pools to share. UCX goes on without.
+// ---- The stub lacks managed memory, handles other than legacy IPC's, and pools to share. UCX works without them.
 
 #define UNSUPPORTED(function) \
   CUresult function() {       \

@@ -28,7 +28,7 @@ struct Stream {
     std::function<void()> execute;
   };
   std::deque<Work> queue;
-  Clock::time_point dueAt; // of the first piece of work
+  Clock::time_point dueAt; // when the first work in the queue is done
 };
 
 inline Context primaryContext;

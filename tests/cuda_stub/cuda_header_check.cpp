@@ -1,4 +1,4 @@
-// Compares cuda.h with the declarations of the sources and of the stub. The test is whether this compiles.
+// Compares cuda.h with the declarations of the sources and of the stub. The test passes if this compiles.
 
 #include "cuda_numbers.h"
 
@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <type_traits>
 
-// The same number and sizes of parameters: ours are declared without the types of cuda.h.
+// The parameters must have the same number and sizes. Our declarations do not use the types of cuda.h.
 template <typename Theirs, typename Ours>
 struct AreAlike : std::false_type {};
 template <typename R, typename... Theirs, typename S, typename... Ours>
@@ -25,7 +25,7 @@ static_assert(cuda::kIsLegacyIpcCapable == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_I
 static_assert(std::is_same_v<cuda::DevicePointer, CUdeviceptr>);
 static_assert(sizeof(CUpointer_attribute) == sizeof(int));
 static_assert(AreAlike<decltype(&cuPointerGetAttributes), cuda::PointerGetAttributes>::value);
-// cuda.h gives the function that is called _v2 this name.
+// cuda.h gives this name to the function _v2.
 static_assert(AreAlike<decltype(&cuMemGetAddressRange), cuda::MemGetAddressRange>::value);
 
 static_assert(cuda_stub::kSuccess == CUDA_SUCCESS);

@@ -17,13 +17,13 @@
 // The memory of the stub's device, which other processes can map.
 namespace cuda_stub {
 
-constexpr size_t kPage = 2 << 20; // of the device
-constexpr size_t kPages = 4096; // all that it has
+constexpr size_t kPage = 2 << 20; // a page of the device
+constexpr size_t kPages = 4096; // the device's memory
 
 enum class Kind : uint8_t {
   kLegacy, // cuMemAlloc's: has legacy IPC handles
   kPool, // cuMemAllocAsync's: has no handles
-  kVirtual, // cuMemAddressReserve's, which has memory from the start, in chunks of a page: has file descriptors
+  kVirtual, // cuMemAddressReserve's: has memory from the start, in chunks of a page, and file descriptors
 };
 
 struct Allocation {
@@ -143,7 +143,7 @@ class Memory {
     if (file_ < 0 || ftruncate(file_, static_cast<off_t>(kPages * kPage)) != 0) {
       std::abort();
     }
-    // Aligned to what the device calls a page.
+    // Aligned to a page of the device.
     void* const reserved =
         mmap(nullptr, (kPages + 1) * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     arena_ = (reinterpret_cast<uintptr_t>(reserved) + kPage - 1) / kPage * kPage;

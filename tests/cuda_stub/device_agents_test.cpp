@@ -1,6 +1,6 @@
-// Agents of two processes that send tensors over UCX, with the driver of cuda_stub.h. The devices' streams are the fake
-// device's, and their memory is the stub's. So UCX takes the same ways as with a GPU, and the driver counts the calls.
-// device_lanes_test.cpp shows what UCX does without the agent.
+// Agents of two processes send tensors over UCX, with the driver of cuda_stub.h. The streams are the fake device's, and
+// the memory is the stub's. So UCX uses the same protocols as with a GPU, and the driver counts the calls.
+// device_lanes_test.cpp tests UCX without the agent.
 
 #include "cuda_stub.h"
 #include "stub_process.h"
@@ -27,7 +27,7 @@ constexpr float kTimeoutSeconds = 60;
 
 // ----------------------------------------------------------------------------------------- in one of the two processes
 
-// An allocator beside torch's, as RMM's over cudaMallocAsync.
+// An allocator beside torch's, like RMM's over cudaMallocAsync.
 struct OtherAllocator {
   static void* allocate(size_t bytes, int /*device*/, void* /*stream*/) {
     return allocateOnDevice(DeviceMemory::kPool, bytes);
@@ -37,7 +37,7 @@ struct OtherAllocator {
   }
 };
 
-// A worker of a job of two, with devices of its own whose streams run all the time.
+// A worker of a job of two. Its devices' streams run all the time.
 class Worker {
  public:
   Worker(worker_id_t rank, const Socket& other, const Handler& handler, DeviceMemory memory) : rank_(rank) {
@@ -45,7 +45,7 @@ class Worker {
     FakeDevice::instance().takeMemoryFrom([memory](size_t bytes) {
       return FakeDevice::Memory(allocateOnDevice(memory, std::max<size_t>(bytes, 1)), &freeOnDevice);
     });
-    // Events are never done at once, as with CUDA.
+    // As with CUDA, no event is done at once.
     FakeDevice::instance().completeEventsLater(true);
     agent_ = std::make_shared<UcxRpcAgent>(
         nameOf(rank),
@@ -67,12 +67,12 @@ class Worker {
     running_ = std::jthread([](const std::stop_token& isOver) {
       while (!isOver.stop_requested()) {
         FakeDevice::instance().run();
-        std::this_thread::sleep_for(std::chrono::microseconds(100)); // a device, which is not faster
+        std::this_thread::sleep_for(std::chrono::microseconds(100)); // a real device is not faster
       }
     });
   }
 
-  // This worker's messages in both directions.
+  // The number of this worker's messages in both directions.
   void setDeviceMaps(const DeviceMap& requests, const DeviceMap& answers) const {
     const std::string other = nameOf(otherRank());
     agent_->deviceMaps().set({{other, requests}}, {{other, answers}}, {fake()});
@@ -129,7 +129,7 @@ uint64_t bytesOfPool() {
   return DevicePool::instance().statistics().inUseBytes;
 }
 
-// The tensor, once its stream has come to it.
+// Returns whether the tensor gets this value when its stream comes to it.
 bool becomesAll(const at::Tensor& tensor, double value) {
   if (tensor.is_cpu()) {
     return isAll(tensor, value);
@@ -138,7 +138,7 @@ bool becomesAll(const at::Tensor& tensor, double value) {
   return eventually([&] { return look.hasSeen(value); });
 }
 
-// Made on its device's stream, which comes to it later.
+// Makes a tensor on its device's stream, which comes to it later.
 at::Tensor madeOn(c10::Device device, int64_t elements, double value) {
   at::Tensor tensor = at::empty({elements}, at::TensorOptions(device).dtype(at::kFloat));
   if (device.is_cpu()) {
@@ -155,10 +155,10 @@ struct Job {
   DeviceMemory memory = DeviceMemory::kPlain;
   DeviceMap requests{{fake(), fake()}};
   DeviceMap answers{{fake(), fake()}};
-  std::function<void()> setUp = [] {}; // of each process
+  std::function<void()> setUp = [] {}; // each process calls it
 };
 
-// A caller that acts, and a callee with the handler. Both write the number of calls of each driver function.
+// Runs a caller that acts, and a callee with the handler. Both write the number of calls of each driver function.
 std::unique_ptr<TwoProcesses> play(
     const Job& job, const Handler& handler, const std::function<void(const Worker& caller)>& act) {
   return std::make_unique<TwoProcesses>(
@@ -168,7 +168,7 @@ std::unique_ptr<TwoProcesses> play(
         Worker worker(0, other, &echo, job.memory);
         worker.setDeviceMaps(job.requests, job.answers);
         (void)other.hear();
-        // Connects both. On this driver, UCX's cache of allocations would miss earlier allocations.
+        // Connects both before they allocate: on this driver UCX's cache would miss earlier allocations.
         (void)answer(worker.call({}));
         counted([&] { act(worker); });
         worker.report();
@@ -190,7 +190,7 @@ std::unique_ptr<TwoProcesses> play(
       });
 }
 
-// Calls of an echo, one after the other, from a device.
+// Calls an echo with tensors on a device, one call after the other.
 std::unique_ptr<TwoProcesses> callEcho(const Job& job, c10::Device device, uint64_t bytes) {
   return play(job, &echo, [=](const Worker& caller) {
     for (int number = 1; number <= kCalls; ++number) {
@@ -204,7 +204,8 @@ std::unique_ptr<TwoProcesses> callEcho(const Job& job, c10::Device device, uint6
   });
 }
 
-// UCX must not copy these through the host's memory, in pieces, with a wait under the worker lock for each.
+// UCX must not copy these tensors in pieces through the host's memory: it would wait for each piece under the worker
+// lock.
 void expectNoPieces(TwoProcesses& job) {
   EXPECT_EQ(job.count("cuMemcpyAsync"), 0u);
   EXPECT_EQ(job.count("cuStreamSynchronize"), 0u);
@@ -248,7 +249,8 @@ TEST(DeviceAgents, UnshareableMemoryIsStaged) {
   }
 }
 
-// RMM's memory resource may be such an allocator. Tensors arrive in torch's memory, and are copied on the device.
+// RMM's memory resource may be an allocator whose memory UCX cannot share. Then tensors arrive in torch's memory, and
+// are copied on the device.
 TEST(DeviceAgents, ArrivalInMemoryUcxCannotShareIsCopiedOnTheDevice) {
   Job rmm;
   rmm.setUp = [] {
@@ -271,8 +273,8 @@ TEST(DeviceAgents, ArrivalInMemoryUcxCannotShareIsCopiedOnTheDevice) {
   expectNoPieces(*job);
 }
 
-// Copies and events of the driver are late, and so are the kernels that make the tensors, in the caller and in the
-// handler. Memory is not reused before UCX has read or written it, and no reader is too early.
+// The driver's copies and events are late, and so are the kernels that make the tensors in the caller and in the
+// handler. No memory may be reused before UCX has read or written it, and no reader may be too early.
 TEST(DeviceAgents, OrderHoldsHoweverLateTheDeviceIs) {
   for (const char* nvlinks : {"0", "18"}) { // UCX writes, or reads
     const Job late{{{"CUDA_STUB_COPY_US", "20000"}, {"CUDA_STUB_EVENT_US", "20000"}, {"CUDA_STUB_NVLINKS", nvlinks}}};
@@ -291,7 +293,7 @@ TEST(DeviceAgents, OrderHoldsHoweverLateTheDeviceIs) {
       std::vector<Future> futures;
       for (int number = 1; number <= kCalls; ++number) {
         futures.push_back(caller.call({madeOn(fake(), kLarge, number)}));
-        (void)madeOn(fake(), kLarge, -1); // in memory that is free by then
+        (void)madeOn(fake(), kLarge, -1); // overwrites memory that has been freed too early
       }
       for (int number = 1; number <= kCalls; ++number) {
         const Future& future = futures[static_cast<size_t>(number) - 1];

@@ -1,5 +1,5 @@
-// UCX's use of device memory between two processes, with the driver of cuda_stub.h: its lanes, protocols and calls of
-// the driver. Without a GPU nothing here measures speed.
+// Tests how UCX uses device memory between two processes, with the driver of cuda_stub.h: its lanes, protocols and
+// calls of the driver. Without a GPU nothing here measures speed.
 
 #include "cuda_stub.h"
 #include "stub_process.h"
@@ -30,10 +30,10 @@ namespace {
 
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
-// UCX must wake a waiting thread; a wake-up that takes this long is lost.
+// UCX must wake a waiting thread. A wake-up that takes this long counts as lost.
 constexpr int kLostMs = 30'000;
 
-// The kinds of memory for a message.
+// The kinds of memory of a message.
 enum class Kind {
   kHost,
   kDevice, // of cudaMalloc, hence of torch
@@ -82,7 +82,7 @@ struct Buffer {
   std::byte* data = nullptr;
 };
 
-// One end of the connection.
+// One process's end of the connection.
 class End final : public TransportListener {
  public:
   explicit End(const Socket& other) : transport(makeUcpTransport(2)), other_(other) {
@@ -95,7 +95,7 @@ class End final : public TransportListener {
     }
   }
 
-  // Between the processes, beside UCX.
+  // These go between the processes without UCX.
   void tell(const std::string& what) const {
     other_.tell(what);
   }
@@ -106,7 +106,7 @@ class End final : public TransportListener {
     return other_.hasHeard();
   }
 
-  // Drives, and sleeps when UCX allows it.
+  // Drives progress, and sleeps when UCX allows it.
   void driveUntil(const std::function<bool()>& isDone) {
     while (!isDone()) {
       if (transport->progress() != 0 || isDone() || !transport->arm()) {
@@ -178,7 +178,7 @@ class End final : public TransportListener {
  private:
   const Socket other_;
   wire::Header header_;
-  std::optional<Error> sent_; // its end
+  std::optional<Error> sent_; // the outcome of the send
   void* rendezvous_ = nullptr;
 };
 
@@ -205,7 +205,7 @@ class Pair {
   }
 
  private:
-  // In the new process.
+  // Runs in the new process.
   static void play(const Socket& other, const Role& role) {
     const bool isUsedLater = std::getenv("DEVICE_USED_LATER") != nullptr;
     if (!isUsedLater) {
@@ -240,10 +240,10 @@ class Pair {
   Process* const receiver;
 };
 
-// One message, whose calls of the driver are counted, after another one that has made the connection and mapped the
-// memory.
+// Sends two messages. The first makes the connection and maps the memory. For the second, the calls of the driver are
+// counted.
 std::unique_ptr<Pair> exchange(Kind from, Kind to, uint64_t bytes, Environment environment = {}) {
-  environment.emplace("UCX_PROTO_INFO", "y"); // writes which protocols are chosen
+  environment.emplace("UCX_PROTO_INFO", "y"); // UCX then writes which protocols it chooses
   return std::make_unique<Pair>(
       environment,
       [&](End& end) {
@@ -267,7 +267,7 @@ std::unique_ptr<Pair> exchange(Kind from, Kind to, uint64_t bytes, Environment e
       });
 }
 
-// A send and a receive of device memory that each fail, with `reason` in the error's text. The host's memory can still
+// Expects that a send and a receive of device memory each fail, with `reason` in the error. The host's memory can still
 // be sent.
 void expectDeviceMemoryIsRefused(const Environment& environment, const std::string& reason) {
   const auto report = [](const Error& why) {
@@ -291,8 +291,8 @@ void expectDeviceMemoryIsRefused(const Environment& environment, const std::stri
   }
 }
 
-// A message of 8 MiB that UCX copies through the host's shared memory, in pieces of 8 KiB: it waits for the device
-// after each, under the worker lock.
+// UCX copies a message of 8 MiB through the host's shared memory in pieces of 8 KiB. It waits for the device after each
+// piece, under the worker lock.
 constexpr uint64_t kStaged = 8 * kMiB;
 constexpr uint64_t kPieces = kStaged / (9 * kKiB);
 
@@ -329,14 +329,14 @@ TEST(DeviceLanes, WithoutUcxsCacheOfMemoryTypesNothingChanges) {
   EXPECT_EQ(pair->count("cuMemcpyAsync"), 0u);
 }
 
-// Threads that drive progress need not have CUDA's context current: UCX 1.22 pushes it where it needs one.
+// Threads that drive progress need no current CUDA context: UCX 1.22 pushes the context where it needs one.
 TEST(DeviceLanes, ThreadsNeedNoContext) {
   const auto pair = exchange(Kind::kDevice, Kind::kDevice, kMiB, {{"DRIVER_WITHOUT_CONTEXT", "y"}});
   ASSERT_TRUE(pair->haveSucceeded());
   EXPECT_EQ(pair->count("cuMemcpyDtoDAsync_v2"), 1u);
 }
 
-// A worker that names no device itself starts UCX before torch uses the device.
+// If a worker's options name no device, UCX starts before torch uses the device.
 TEST(DeviceLanes, UcxMayStartBeforeTheDeviceIsUsed) {
   const auto pair =
       exchange(Kind::kDevice, Kind::kDevice, kMiB, {{"DEVICE_USED_LATER", "y"}, {"UCX_MEMTYPE_CACHE", "n"}});
@@ -346,13 +346,13 @@ TEST(DeviceLanes, UcxMayStartBeforeTheDeviceIsUsed) {
   EXPECT_EQ(pair->count("cuMemcpyAsync"), 0u);
 }
 
-// UCX's cache of allocations finds older ones by the mappings of NVIDIA's driver. The stub's mappings look like the
-// host's, so UCX would copy such memory by the processor.
+// UCX's cache finds allocations older than itself by the mappings of NVIDIA's driver. The stub's mappings look like the
+// host's, so UCX would let the processor copy such memory.
 TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefused) {
   expectDeviceMemoryIsRefused({{"DEVICE_USED_LATER", "y"}}, "UCX_MEMTYPE_CACHE=n");
 }
 
-// UCX looks at more than the first memory; here it has not seen the allocation of the second.
+// UCX checks more than the first memory. Here it has not seen the second allocation.
 TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefusedAfterOtherMemory) {
   Pair pair(
       {{"DEVICE_MEMORY_FIRST", "y"}},
@@ -377,7 +377,8 @@ TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefusedAfterOtherMemory) {
   EXPECT_TRUE(pair.sender->hasWritten("UCX_MEMTYPE_CACHE=n")) << pair.sender->written();
 }
 
-// Neither side hears of the end before a late copy is made: the sender reuses its memory, and the receiver reads.
+// Neither side may be told of the end before a late copy is made: the sender then reuses its memory, and the receiver
+// reads.
 TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
   for (const char* nvlinks : {"0", "18"}) {
     Pair pair(
@@ -401,8 +402,8 @@ TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
   }
 }
 
-// Endpoints that report dead peers have no pipelines in UCX (RNDV_PIPELINE_ERROR_HANDLING=n). So UCX must get no
-// message with device memory on one side only; the agent stages these.
+// In UCX, endpoints that report dead peers have no pipelines (RNDV_PIPELINE_ERROR_HANDLING=n). So UCX must get no
+// message with device memory on only one side. The agent stages such messages.
 TEST(DeviceLanes, BetweenADeviceAndTheHostUcxCopiesInPieces) {
   constexpr uint64_t kCopyUs = 20;
   const Environment device{{"CUDA_STUB_COPY_US", std::to_string(kCopyUs)}};
@@ -442,7 +443,7 @@ TEST(DeviceLanes, MemoryThatCannotBeSharedArrivesInPieces) {
   }
 }
 
-// Handles are unusable between containers that share no PID namespace.
+// Between containers that do not share a PID namespace, handles are unusable.
 TEST(DeviceLanes, UnusableHandlesAreNotNeeded) {
   const auto pair = exchange(Kind::kDevice, Kind::kDevice, kMiB, {{"CUDA_STUB_IPC", "n"}});
   ASSERT_TRUE(pair->haveSucceeded());
@@ -537,7 +538,7 @@ TEST(DeviceMemoryRefusal, NamesTheVariableThatExcludesCuda) {
   EXPECT_TRUE(process.hasWritten("UCX_TLS must not exclude cuda_copy"));
 }
 
-// UCX would take this memory for the host's, and end the process.
+// UCX would take this memory for the host's, and the process would crash.
 TEST(DeviceMemoryRefusal, IsWhatSendsAndReceivesEndWith) {
   expectDeviceMemoryIsRefused({{"UCX_TLS", "tcp,sysv,self"}}, "has started without CUDA");
 }

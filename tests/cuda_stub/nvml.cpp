@@ -1,4 +1,4 @@
-// libnvidia-ml.so.1 of the stub; see cuda_stub.h. UCX asks it for NVLinks.
+// libnvidia-ml.so.1 of the stub; see cuda_stub.h. UCX asks it for the number of NVLinks.
 
 #include <cstdlib>
 #include <cstring>

@@ -1,6 +1,6 @@
 #pragma once
 
-// Processes of tests with the driver of cuda_stub.h: their start, a connection beside UCX, and their output.
+// The processes of tests with the driver of cuda_stub.h: their start, a connection beside UCX, and their output.
 
 #include "cuda_stub.h"
 
@@ -36,7 +36,7 @@ int cuMemAddressReserve(uint64_t* at, size_t bytes, size_t alignment, uint64_t w
 int cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags);
 int cuMemFree_v2(uint64_t at);
 
-// ucs/config/global_opts.h: UCX has read these variables when it was loaded, in the process that forks.
+// From ucs/config/global_opts.h: UCX has read these variables when it was loaded, in the process that forks.
 int ucs_global_opts_set_value(const char* name, const char* value);
 }
 
@@ -55,20 +55,20 @@ inline void require(bool holds, const std::string& what) {
   }
 }
 
-// UCX's CUDA transports are linked against both libraries of the driver; this program is linked against libcuda.so.1.
-// They do not need more at first.
+// UCX's CUDA transports are linked against both libraries of the driver. This program is linked against libcuda.so.1,
+// so it loads the other one.
 inline void haveTheDriver() {
   require(dlopen(CUDA_STUB_NVML, RTLD_NOW | RTLD_GLOBAL) != nullptr, "no libnvidia-ml.so.1");
 }
 
-// Does what torch does when the first tensor is made.
+// Does what torch does for the first tensor.
 inline void useTheDevice() {
   haveTheDriver();
   void* context = nullptr;
   require(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxPushCurrent_v2(context) == 0, "no CUDA");
 }
 
-// The kinds of device memory of a program.
+// The kinds of device memory that a program may have.
 enum class DeviceMemory {
   kPlain, // of cudaMalloc, hence of torch
   kPool, // of cudaMallocAsync
@@ -94,7 +94,7 @@ inline void freeOnDevice(std::byte* at) {
   (void)cuMemFree_v2(reinterpret_cast<uint64_t>(at)); // NOLINT: as CUDA does
 }
 
-// One end of the connection that the two processes of a test have beside UCX.
+// One end of a connection between the two processes of a test, beside UCX.
 class Socket {
  public:
   explicit Socket(int socket) : socket_(socket) {}
@@ -143,7 +143,7 @@ class Process {
       }
       try {
         body();
-      } catch (const std::exception& thrown) { // else this process would go on with the other tests
+      } catch (const std::exception& thrown) { // or this process would run the other tests too
         fail(thrown.what());
       }
       std::exit(0);
@@ -155,7 +155,7 @@ class Process {
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
-  // Waits for its end. Returns its output.
+  // Waits for the end of the process. Returns its output.
   const std::string& written() {
     if (id_ != 0) {
       waitpid(std::exchange(id_, 0), &status_, 0);
@@ -174,7 +174,7 @@ class Process {
   bool hasWritten(const std::string& text) {
     return written().find(text) != std::string::npos;
   }
-  // Reads the lines "name=number".
+  // Returns the number in the line "name=number".
   uint64_t count(const std::string& name) {
     std::istringstream lines(written());
     for (std::string line; std::getline(lines, line);) {
@@ -205,7 +205,7 @@ class TwoProcesses {
     }
     const auto start = [&](size_t index, const Role& role) {
       return std::make_unique<Process>(environment, [&sockets, index, &role] {
-        close(sockets[1 - index]); // the end of the other process is heard then
+        close(sockets[1 - index]); // then this process sees the end of the other one
         haveTheDriver();
         role(Socket(sockets[index]));
       });
@@ -230,7 +230,7 @@ class TwoProcesses {
   std::unique_ptr<Process> second;
 };
 
-// The functions of the driver by which UCX copies, and waits for the device.
+// UCX copies and waits for the device by these functions of the driver.
 inline constexpr std::array<const char*, 7> kCounted{
     "cuMemcpyAsync",
     "cuMemcpyDtoDAsync_v2",
@@ -240,7 +240,7 @@ inline constexpr std::array<const char*, 7> kCounted{
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2"};
 
-// Runs an action, and writes how often it called the driver and how long threads waited in it.
+// Runs an action, and writes how often it called the driver and how long threads waited in the driver.
 template <typename Action>
 void counted(const Action& action) {
   std::map<std::string, uint64_t> before;

@@ -21,7 +21,7 @@ from ._pipelines import Failing, PassOn, Twins, make_pipe
 
 
 def kept() -> int:
-    """Return how many micro-batches stages keep for the backward, and how many values are in slots."""
+    """Return the number of micro-batches that stages keep for the backward, plus the number of values in slots."""
     from torch_ucx_rpc.pipeline import _host
 
     hosts = list(_host._hosts.values())

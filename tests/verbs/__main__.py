@@ -15,7 +15,7 @@ from ._machines import MachineEnded, Machines
 from ._trials import TRIALS, Trial
 from ._workers import Failed, Stuck
 
-# Lines of a failed trial's output that are printed; the folder output has all.
+# Print so many lines of a failed trial's output. The folder ``output`` has all lines.
 _LAST_LINES = 12
 
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 class Lab:
-    """The machines over all trials: booted when a trial needs them, and again after a trial that ended them."""
+    """The machines of all trials. They boot when a trial needs them, and again after a trial that ended them."""
 
     def __init__(self, image: Image, folder: Path) -> None:
         self._image = image
@@ -61,7 +61,7 @@ class Lab:
         self._machines: Machines | None = None
 
     def run(self, trials: list[Trial]) -> list[dict[str, object]]:
-        """Return an outcome for each, and print it."""
+        """Run the trials. Return the outcome of each, and print it."""
         outcomes = []
         with self._booted:
             for trial in trials:
@@ -85,7 +85,7 @@ class Lab:
                 print(f"verbs: {trial.name} runs once more, since {error}", flush=True)
                 return True, trial.run(self._up())
         except (Stuck, MachineEnded, TimeoutError) as error:
-            # The remains of a trial must not disturb the next one.
+            # What a trial has left must not disturb the next one.
             self._down()
             return False, str(error)
         except Failed as error:
@@ -94,7 +94,7 @@ class Lab:
             self._keep_output(trial)
 
     def _keep_output(self, trial: Trial) -> None:
-        """The files that this trial's commands have written, and the consoles."""
+        """Keep the files that this trial's commands have written, and the consoles."""
         kept = self._folder / "output" / trial.name
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 GUEST = Path(__file__).resolve().parent / "guest"
 
-# Debian 13: its UCX is 1.18 and has verbs. The one of testing, 1.23, was built without.
+# Debian 13: its UCX 1.18 has verbs. UCX 1.23 of Debian's testing was built without them.
 _DEBIAN = "trixie"
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _PACKAGES = (
@@ -27,10 +27,11 @@ _PACKAGES = (
 )
 # Packages beside torch: the command `check` needs rich. pip, setuptools and wheel install the project.
 _WHEELS = ("numpy", "rich", "pip", "setuptools>=77", "wheel")
-# The modules with which the kernel finds its root.
+# The kernel needs these modules to find its root.
 _EARLY_MODULES = ("virtio_blk", "virtio_pci", "ext4", "overlay")
 
-# Bugs of UCX, each with the first release without it (docs/troubleshooting.md). Debian's UCX has its assertions on.
+# Workarounds for bugs of UCX, each with the first release that does not need it (docs/troubleshooting.md). Debian's UCX
+# has assertions.
 _WORKAROUNDS = {
     "UCX_UD_ETH_DGID_CHECK=n": (1, 19),
     "UCX_IB_ASYNC_EVENTS=n": (1, 23),
@@ -38,14 +39,14 @@ _WORKAROUNDS = {
 
 
 class CannotBuild(Exception):
-    """This machine lacks something; the text names it."""
+    """This machine lacks something. The text names it."""
 
 
 class Image:
-    """A disk with Debian, torch and this checkout, changes included; `folder` has it, with a kernel beside.
+    """A disk with Debian, torch and this checkout, changes included. `folder` has the disk and its kernel.
 
-    Debian's and PyPI's packages and the compiler's results are kept for the next time: only changes are built again.
-    `folder` takes some 6 GB.
+    It keeps Debian's and PyPI's packages and the compiler's results, so the next time only changes are built. `folder`
+    takes some 6 GB.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -54,7 +55,7 @@ class Image:
         self._root = folder / "root"
 
     def build(self) -> None:
-        """Raises `CannotBuild`."""
+        """Build what is missing or has changed. Raise `CannotBuild` if this machine cannot."""
         _check_this_machine()
         self.folder.mkdir(parents=True, exist_ok=True)
         packages = {"debian": _DEBIAN, "packages": _PACKAGES, "wheels": _WHEELS, "torch": _torch()}
@@ -73,7 +74,7 @@ class Image:
             self._set_done("disk", files)
 
     def versions(self) -> dict[str, str]:
-        """The digests of the contents, by name."""
+        """Return the versions of the contents, by name."""
         packages = ("libucx0", "ibverbs-providers")
         found = self._inside("dpkg-query", "--show", "--showformat=${Package} ${Version}\n", *packages)
         version = dict(line.split() for line in found.splitlines())
@@ -106,7 +107,7 @@ class Image:
         options = subprocess.run(
             ["apt-config", "dump", "--format", '%f "%v";%n', "Acquire"], capture_output=True, text=True, check=True
         ).stdout
-        # These have proxies and the like.
+        # Pass on proxies and similar options.
         acquire = re.findall(r'^Acquire::(?:https?::|Check-)[A-Za-z:-]* ".+"', options, re.MULTILINE)
         sources = self.folder / "sources.list"
         sources.write_text(debian_sources(_apt_lists(), _DEBIAN))
@@ -121,14 +122,14 @@ class Image:
         )
 
     def _install_wheels(self) -> None:
-        """The pip of this machine, with its configuration, installs for a Python of the same version."""
+        """Install with this machine's pip and its configuration, for a Python of the same version."""
         target = self._root / "usr" / "local" / "lib" / _PYTHON / "dist-packages"
         _run(
             *(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-warn-conflicts"),
             *("--root-user-action", "ignore", "--only-binary", ":all:", "--target", target),
             *(f"torch=={_torch()}", *_WHEELS),
         )
-        # The machines are too slow to compile at each start. Some files are for newer versions of Python.
+        # Compile now, since the machines are slow. Ignore errors: some files are for newer versions of Python.
         self._inside("sh", "-c", f"{_PYTHON} -m compileall -q -j 2 {_inside_path(target, self._root)} > /dev/null || :")
         (self._root / "usr" / "local" / "bin" / "python3").symlink_to(f"/usr/bin/{_PYTHON}")
 
@@ -145,7 +146,7 @@ class Image:
         shutil.copy2(GUEST / "init", self._root / "guest-init")
 
     def _write_kernel(self) -> None:
-        """The kernel begins with a root in memory, which mounts the disk."""
+        """Write the kernel, and the root in memory with which it begins. That root mounts the disk."""
         early = self.folder / "early"
         shutil.rmtree(early, ignore_errors=True)
         (early / "bin").mkdir(parents=True)
@@ -169,7 +170,7 @@ class Image:
         disk = self.folder / "disk.img"
         disk.unlink(missing_ok=True)
         used = int(_run("du", "--summarize", "--block-size=1M", "--one-file-system", self._root).split()[0])
-        # Room for what ext4 itself takes.
+        # Leave room for ext4's own data.
         size = f"{used + used // 5 + 100}M"
         _run("mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d", self._root, disk, size)
 
@@ -178,7 +179,7 @@ class Image:
         return kernel.name
 
     def _inside(self, *command: str) -> str:
-        """Returns the output. Its mounts end with the command."""
+        """Run a command in the disk's root, and return its output. Its mounts end with it."""
         (self.folder / "src").mkdir(exist_ok=True)
         (self._root / "src").mkdir(exist_ok=True)
         mount = 'mount --bind /dev "$0/dev"; mount -t proc proc "$0/proc"; mount --bind "$0/../src" "$0/src"'
@@ -188,9 +189,9 @@ class Image:
 
 
 def copy_changes(files: Iterable[Path], source: Path, target: Path) -> None:
-    """Make ``target`` hold these files of ``source``, and its own folder build, which has the compiler's results.
+    """Make ``target`` hold these files of ``source``. Keep its folder ``build``, which has the compiler's results.
 
-    Equal files stay untouched. A changed file is newer than all results of the compiler, whenever it was edited.
+    Equal files stay untouched. A changed file gets the present time, so it is newer than all results of the compiler.
     """
     wanted = {target / path.relative_to(source): path for path in files}
     for path in list(target.rglob("*")):
@@ -203,9 +204,9 @@ def copy_changes(files: Iterable[Path], source: Path, target: Path) -> None:
 
 
 def debian_sources(lists: str, release: str) -> str:
-    """Return lines for apt from `lists`, which has a line "SITE RELEASE LABEL" for each of this machine's.
+    """Return lines for apt. `lists` has a line "SITE RELEASE LABEL" for each list of this machine.
 
-    With the release of this machine too: it may have the Python that `release` lacks.
+    The lines include this machine's release, which may have the Python that `release` lacks.
     """
     found = [line.split() for line in lists.splitlines() if line.endswith(" Debian")]
     if not found:
@@ -215,7 +216,7 @@ def debian_sources(lists: str, release: str) -> str:
 
 
 def workarounds(ucx: str) -> str:
-    """A ucx.conf for the machines, with what this version of UCX needs and no other."""
+    """Return a ucx.conf for the machines, with the workarounds that this version of UCX needs."""
     version = tuple(int(part) for part in re.findall(r"\d+", ucx)[:2])
     return "".join(f"{setting}\n" for setting, mended in _WORKAROUNDS.items() if version < mended)
 

@@ -1,4 +1,4 @@
-"""Two machines with kernels of their own, joined by one cable, with Soft-RoCE on it: `Machines`."""
+"""Two machines, each with its own kernel, joined by a cable that carries Soft-RoCE: `Machines`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 _MEMORY_MIB = 2048
 _BOOT_S = 300.0
-# An emulated machine takes half a minute to import torch, and longer on a busy host.
+# An emulated machine needs half a minute to import torch, and longer on a busy host.
 _IMPORT_S = 600.0
 _ORDER_S = 60.0
 
-# Exit codes as a shell has them: 128 and the number of the signal.
+# A shell's exit codes: 128 plus the number of the signal.
 KILLED = 128 + signal.SIGKILL
 ABORTED = 128 + signal.SIGABRT
 
 
 class MachineEnded(Exception):
-    """A machine ended by itself: its kernel has crashed, and its console has the reason."""
+    """A machine ended by itself: its kernel has crashed, and its console shows the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a command ended; `status` is None where its machine was switched off before."""
+    """How a command ended. `status` is None if its machine was switched off first."""
 
     status: int | None
     output: str
 
 
 class Job:
-    """A command on a machine. It communicates through files, also while the network of the machine is cut."""
+    """A command on a machine. It communicates through files, so it works while the machine's network is cut."""
 
     def __init__(self, machine: Machine, base: Path) -> None:
         self._machine = machine
@@ -54,11 +54,11 @@ class Job:
 
     @property
     def process(self) -> int:
-        """The id of a program's process, on its machine."""
+        """The pid of a program on its machine."""
         return int(self._machine.await_file(self._base.with_suffix(".pid"), _ORDER_S))
 
     def wait(self, timeout: float) -> Ended:
-        """Raises TimeoutError with the output so far, and `MachineEnded`."""
+        """Wait for the end. Raise TimeoutError with the output so far, or `MachineEnded`."""
         status = self._machine.await_file(self._base.with_suffix(".rc"), timeout)
         return Ended(int(status) if status else None, self.output)
 
@@ -66,8 +66,8 @@ class Job:
 class Machine:
     """One of `Machines`.
 
-    Its memory of files is its own and goes with it. It sees the folder ``shared`` of both as ``/lab``, and in it takes
-    commands from ``/lab/<its name>``.
+    A machine keeps changed files in its own memory, so they end with it. Both machines see the folder ``shared`` as
+    ``/lab``. A machine takes commands from ``/lab/<its name>``.
     """
 
     def __init__(self, image: Path, run: Path, number: int) -> None:
@@ -79,7 +79,7 @@ class Machine:
         self._monitor = run / f"{self.name}.monitor"
         self._is_switched_off = False
         own, other = (run / f"n{n}.cable" for n in (number, 3 - number))
-        # Large frames and a cable that is a Unix socket, which never loses one: Soft-RoCE sends again after a second.
+        # Frames are large, and the cable is a Unix socket, which loses none: after a loss Soft-RoCE waits a second.
         cable = f"dgram,id=cable,local.type=unix,local.path={own},remote.type=unix,remote.path={other}"
         kernel = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr nowatchdog tsc=reliable"
         # fmt: off
@@ -105,46 +105,46 @@ class Machine:
         return self._process.poll() is None
 
     def expect_on(self) -> None:
-        """Raises `MachineEnded` if it has ended without being switched off."""
+        """Raise `MachineEnded` if the machine has ended without being switched off."""
         if not self.is_on and not self._is_switched_off:
             said = self.console.read_text(encoding="utf-8", errors="replace")[-2000:]
             raise MachineEnded(f"{self.name} ended by itself; its console:\n{said}")
 
     def await_boot(self) -> float:
-        """Returns the seconds since its kernel began; from then on it takes commands."""
+        """Wait until the machine takes commands. Return the seconds since its kernel began."""
         return float(self.await_file(self._inbox / "up", _BOOT_S))
 
     def begin(self, command: str) -> Job:
-        """A command of bash."""
+        """Begin a command of bash."""
         return self._order("job", command + "\n")
 
     def begin_program(self, program: str, environment: Mapping[str, str]) -> Job:
-        """A file of `programs`, in a process that has imported torch."""
+        """Begin a file of `programs` in a process that has imported torch."""
         self.await_file(self._inbox / "nursery", _IMPORT_S)
         return self._order("program", json.dumps({"program": program, "environment": dict(environment)}))
 
     def run(self, command: str, timeout: float = _ORDER_S) -> str:
-        """Returns the output; raises RuntimeError if it fails."""
+        """Run a command and return its output. Raise RuntimeError if it fails."""
         done = self.begin(command).wait(timeout)
         if done.status != 0:
             raise RuntimeError(f"{self.name}: {command}: status {done.status}\n{done.output}")
         return done.output
 
     def pause(self) -> None:
-        """Stop its processor, and with it its clock."""
+        """Stop the machine's processor, and with it its clock."""
         self._tell("stop")
 
     def resume(self) -> None:
         self._tell("cont")
 
     def power_off(self) -> None:
-        """Switch it off at once, without a packet to the other one."""
+        """Switch the machine off at once, without a packet to the other one."""
         self._is_switched_off = True
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def await_file(self, file: Path, timeout: float) -> str:
-        """Returns the contents of a command's file; nothing if the machine was switched off before."""
+        """Wait for a command's file and return its contents. They are empty if the machine was switched off first."""
         deadline = time.monotonic() + timeout
         while not file.exists() or not (text := file.read_text(encoding="utf-8")):
             if self._is_switched_off:
@@ -177,12 +177,12 @@ class Machine:
 
 
 class Machines:
-    """The two machines, until the end of a ``with``. Their addresses are 10.77.0.1 and 10.77.0.2, their names n1 and
-    n2.
+    """The two machines, until the end of a ``with``. Their names are n1 and n2, their addresses 10.77.0.1 and
+    10.77.0.2.
 
     Args:
         image: the folder of an `Image`.
-        run: a folder for their sockets, consoles and files, which is emptied first.
+        run: a folder for the machines' sockets, consoles and files. It is emptied first.
 
     Example::
 
@@ -217,5 +217,5 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Switch both off. Their folder stays, with the consoles."""
+        """Switch both machines off. Their folder stays, with the consoles."""
         self._resources.close()

@@ -11,22 +11,22 @@ from ._workers import Stuck, Workers, expect, expect_within, faults
 
 # The limit for calls to a killed worker: docs/failure_model.md promises 2 s, and these machines are slow.
 _TOLD_S = 2.0
-# heartbeat_limit, which is left at its default, and when silence ends a worker: 1.05 times the limit and 0.3 s.
+# heartbeat_limit has its default. Silence ends a worker after 1.05 times the limit and 0.3 s.
 _LIMIT_S = 10.0
 _SILENCE_S = (_LIMIT_S, 1.05 * _LIMIT_S + 0.3 + 2)
 # The limit of a shutdown that knows of the lost worker. Without that knowledge it took 30 s.
 _LEAVE_S = 15.0
 
-# The second worker is in its shutdown all the time, and its clock begins before the misfortune. A handler of the open
-# call runs there for a minute, and delays nothing.
+# The second worker is in its shutdown all the time, and its clock begins before the misfortune. It runs the handler of
+# the open call for a minute, which delays nothing.
 _OTHER_LEAVES_S = 30.0
 
 _BELOW_S = 4.0
 _BEYOND_S = 16.0
 _LAUNCHER_S = 600.0
 
-# The machines have this queue from the start (guest/init). Another one in its place would refuse a packet at that
-# moment, which breaks a connection of Soft-RoCE at once.
+# The machines have this queue from the start (guest/init). Replacing it by another kind would refuse a packet. That
+# breaks a connection of Soft-RoCE at once.
 _LOSE_ALL = "tc qdisc change dev eth0 root netem limit 100000 loss 100%"
 _LOSE_NONE = "tc qdisc change dev eth0 root netem limit 100000 loss 0%"
 _RC = "rc_verbs/rxe0:1"
@@ -35,7 +35,7 @@ _UD = "ud_verbs/rxe0:1"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """`run` gets running machines, returns its measurements, and raises `Failed`."""
+    """A trial. `run` gets running machines, and returns its measurements or raises `Failed`."""
 
     name: str
     run: Callable[[Machines], str]
@@ -110,14 +110,14 @@ def launcher(machines: Machines) -> str:
 @_trial
 def no_auxiliary_transport(machines: Machines) -> str:
     """UCX_TLS=rc_verbs,self cannot connect, and the error of the first call says which name can."""
-    # UCX 1.18 counts an operation for each connection that it has refused to make, and waits for none.
+    # UCX 1.18 counts an operation for each connection that it refuses to make, but waits for none of them.
     told, _ = Workers(machines, "alone.py", UCX_TLS="rc_verbs,self").end(known="pending operations were not flushed")
     expect("say rc instead of rc_verbs" in told.get("error", ""), f"the error: {told.get('error')}")
     expect_within(_TOLD_S, told["told_after_s"], "told")
     return f"told after {told['told_after_s']:.2f} s"
 
 
-# Misfortunes below the limit.
+# Misfortunes shorter than the limit.
 
 
 @_trial
@@ -148,14 +148,14 @@ def link_down(machines: Machines) -> str:
     """A link that is down for 4 s: the other machine's worker loses this one within the limit, and leaves."""
     workers = _watch(machines)
     machines.second.run(f"ip link set eth0 down; sleep {_BELOW_S}; ip link set eth0 up")
-    # UCX itself ends a process whose datagrams Soft-RoCE has returned.
+    # If Soft-RoCE returns a process's datagrams, UCX itself ends the process.
     aborts = r"ud_verbs\.c:\d+ +Fatal: receive completion.*Work Request Flushed Error"
     return _lost(workers, (0.0, _SILENCE_S[1]), second=(0, ABORTED), known=aborts)
 
 
 @_trial
 def paused_beyond_the_limit(machines: Machines) -> str:
-    """A machine that is paused for 16 s is lost after the limit. Its worker leaves when it goes on."""
+    """A machine that is paused for 16 s is lost after the limit. Its worker leaves when the machine continues."""
     workers = _watch(machines)
     _pause(machines.second, _BEYOND_S)
     return _lost(workers, _SILENCE_S)
@@ -202,7 +202,7 @@ def _unharmed(machines: Machines, misfortune: Callable[[Workers], None]) -> str:
     expect("error" not in told, f"a call failed after {told.get('told_after_s')} s: {told.get('error')}")
     expect(told["open_call"] == "answered", "the open call failed")
     expect("shutdown_error" not in told, f"shutdown: {told.get('shutdown_error')}")
-    # Without that, nothing has happened to it.
+    # Otherwise the misfortune had no effect.
     expect(told["slowest_s"] > _BELOW_S / 2, f"the slowest call took {told['slowest_s']:.2f} s only")
     return f"all {told['calls']} calls were answered, the slowest after {told['slowest_s']:.1f} s"
 
@@ -233,7 +233,7 @@ def _pause(machine: Machine, seconds: float) -> None:
 
 
 def _cut(machines: Machines, seconds: float) -> None:
-    """This cuts both directions, and neither machine is notified."""
+    """Cut both directions; no machine is notified."""
     for command in (_LOSE_ALL, _LOSE_NONE):
         jobs = [machine.begin(command) for machine in (machines.first, machines.second)]
         for job in jobs:

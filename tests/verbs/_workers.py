@@ -10,15 +10,15 @@ from typing import Any
 
 from ._machines import Ended, Machines
 
-# Emulated machines are slow, and others may work beside them.
+# Emulated machines are slow, and the host may be busy.
 _TRIAL_S = 600.0
 
-# The output of a worker with a fault, whatever its exit code.
+# Such lines in the output are a fault, whatever the exit code.
 _FAULT = re.compile(r"^.*(?:Assertion .* failed|Caught signal|Fatal|terminate called|UCX +WARN).*$", re.MULTILINE)
 
 
 class Failed(Exception):
-    """A trial has failed; the text says why."""
+    """A trial has failed. The text says why."""
 
 
 class Stuck(Failed):
@@ -35,7 +35,7 @@ def expect_within(limit_s: float, seconds: float, what: str) -> None:
 
 
 def faults(output: str) -> list[str]:
-    """Lines that no worker may write in any trial: lines of aborts, and UCX's warnings."""
+    """Return the lines that no worker may write in any trial: lines of aborts, and UCX's warnings."""
     return _FAULT.findall(output)
 
 
@@ -53,7 +53,7 @@ class Workers:
         self._facts = [machines.shared / f"facts-{rank}" for rank in (0, 1)]
         for file in self._facts:
             file.unlink(missing_ok=True)
-        # In the machines the folder is /lab.
+        # On the machines, the folder is /lab.
         self._jobs = [
             machine.begin_program(
                 program, {**environment, "RANK": str(rank), "FACTS": f"/lab/{self._facts[rank].name}"}
@@ -62,13 +62,13 @@ class Workers:
         ]
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """The facts of the worker so far; later ones replace earlier ones."""
+        """Return the facts of the worker so far. Later facts replace earlier ones."""
         file = self._facts[rank]
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
         return {name: value for line in lines for name, value in json.loads(line).items()}
 
     def await_ready(self) -> None:
-        """Wait for the word of rank 0."""
+        """Wait until rank 0 says that it is ready."""
         deadline = time.monotonic() + _TRIAL_S
         while "ready" not in self.facts(0):
             for machine in (self._machines.first, self._machines.second):
@@ -76,7 +76,7 @@ class Workers:
             if time.monotonic() > deadline:
                 raise Stuck(f"not ready after {_TRIAL_S:.0f} s\n{self.output}")
             time.sleep(0.1)
-        # Misfortunes strike while calls are under way.
+        # Misfortunes must strike while calls are in flight.
         time.sleep(1)
 
     @property
@@ -87,12 +87,13 @@ class Workers:
         return self._jobs[1].process
 
     def end(self, second: Sequence[int | None] = (0,), known: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
-        """Wait for both, and return their facts.
+        """Wait for both workers, and return their facts.
 
-        Raises `Stuck` if one does not end, and `Failed` if one ends with a fault (`faults`) or by another exit code.
+        Raises `Stuck` if a worker does not end. Raises `Failed` if one ends with a fault (`faults`) or another exit
+        code.
 
         Args:
-            second: exit codes that the second one may have; None says that its machine was switched off.
+            second: exit codes that the second worker may have. None means that its machine was switched off.
             known: a pattern of faults of UCX itself, which are expected.
         """
         ended: list[Ended] = []

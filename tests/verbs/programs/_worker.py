@@ -1,4 +1,4 @@
-"""Common parts of the programs: two workers, w0 and w1, which write down facts."""
+"""Common parts of the programs of the two workers, w0 and w1, which write facts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch.distributed.rpc as rpc
 import torch_ucx_rpc
 
 RANK = int(os.environ["RANK"])
-# Twice the longest call of an emulated machine.
+# Twice the time of the longest call on an emulated machine.
 _RPC_TIMEOUT_S = 240
 _START = time.monotonic()
 
 
 def tell(**facts: Any) -> None:
-    """Write a fact for the trial, which outlives the worker."""
+    """Write a fact for the trial. It outlives the worker."""
     with Path(os.environ["FACTS"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(facts) + "\n")
     print(f"[{time.monotonic() - _START:7.2f} s, w{RANK}] {facts}", flush=True)
 
 
 def join(life: int = 0) -> None:
-    """They meet on the first machine."""
+    """Join the job. The workers meet on the first machine."""
     options = torch_ucx_rpc.UcxRpcBackendOptions(
         rpc_timeout=_RPC_TIMEOUT_S, reconnect_limit=0, init_method=f"tcp://n1:{29500 + life}"
     )
@@ -45,6 +45,6 @@ def leave(timeout: float = _RPC_TIMEOUT_S) -> None:
 
 
 def lanes() -> list[str]:
-    """The lanes to the other worker."""
+    """Return the lanes to the other worker."""
     (other,) = (peer for peer in torch_ucx_rpc.statistics().peers if peer.name != f"w{RANK}")
     return list(other.lanes)

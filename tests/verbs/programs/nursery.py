@@ -1,4 +1,4 @@
-"""Starts the programs of a machine as forks of a process that has imported torch, which takes half a minute there.
+"""Starts the programs of a machine as forks of a process that has imported torch: the import takes half a minute there.
 
 python nursery.py FOLDER runs each NUMBER.program there, and writes NUMBER.pid, NUMBER.out and NUMBER.rc
 """
@@ -12,21 +12,21 @@ import sys
 import time
 from pathlib import Path
 
-# UCX is not among the imports: it reads the environment of each program when it is loaded.
+# UCX is not imported here: it reads the environment of each program when it is loaded.
 import torch.distributed.autograd
 import torch.distributed.optim
 import torch.distributed.rpc  # noqa: F401
 
 
 def write(file: Path, text: str) -> None:
-    """The whole file appears at once."""
+    """Write a file so that it appears at once and whole."""
     unfinished = file.with_suffix(file.suffix + ".new")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.rename(file)
 
 
 def serve(folder: Path) -> str:
-    """Returns in the process of each program, with its file; never in the first one."""
+    """Return in the process of each program, with its file, and never in the first process."""
     running: dict[int, Path] = {}
     write(folder / "nursery", "up\n")
     while True:

@@ -1,4 +1,4 @@
-"""w0 watches the fate of w1 and its machine: it calls again and again, with one call open all the time.
+"""w0 watches w1 and its machine: it calls again and again, and has one call open all the time.
 
 It calls for SECONDS, or until a call fails. The trial waits for the fact `ready`.
 """
@@ -13,7 +13,7 @@ import torch.distributed.rpc as rpc
 from _worker import RANK, join, lanes, leave, tell
 
 SECONDS = float(os.environ["SECONDS_TO_CALL"])
-# A worker that has lost the other one must not wait for this.
+# A worker that has lost the other one must not wait for this call.
 LEAVING_S = 90
 
 
