@@ -337,8 +337,10 @@ class DistributedPipeline:
     # ---------------------------------------------------------------------------------------------------- replacement
 
     def replace(self, worker: str, by: str) -> None:
-        """Let worker ``by`` run the stages of ``worker``, which may be lost. Call `load` next: ``by`` has no values
-        yet."""
+        """Let worker ``by`` run the stages of the lost ``worker``. Call `load` next: ``by`` has no values yet.
+
+        Raises PipelineError if ``worker`` is alive, or if a stage of it was given as an RRef, which died with it.
+        """
         self._model.replace(worker, _place("by", by))
 
     def close(self) -> None:
