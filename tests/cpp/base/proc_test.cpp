@@ -58,7 +58,7 @@ TEST(ProcTest, AThreadThatRunsIsInNoSystemCall) {
   runner.join();
 }
 
-// Asleep, in state S, and in the middle of writing to memory.
+// The thread sleeps in state S, in the middle of a write to memory.
 TEST(ProcTest, AThreadInAPageFaultIsInNoSystemCall) {
   const int faults = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC));
   if (faults < 0) {

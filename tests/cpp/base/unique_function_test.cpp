@@ -51,7 +51,7 @@ TYPED_TEST(UniqueFunctionStorageTest, OwnsItsCallableExactlyOnce) {
     UniqueFunction<int()> second = std::move(first);
     EXPECT_EQ(alive, 1);
     EXPECT_FALSE(first); // NOLINT(bugprone-use-after-move)
-    EXPECT_EQ(second(), 2); // the very callable moved, with its state
+    EXPECT_EQ(second(), 2); // the callable itself was moved, with its state
     first = std::move(second);
     EXPECT_EQ(first(), 3);
     EXPECT_EQ(alive, 1);

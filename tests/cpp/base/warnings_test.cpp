@@ -28,7 +28,7 @@ class WarningsTest : public testing::Test {
     });
   }
 
-  std::mutex mutex_; // held by the test where the receiver must hang
+  std::mutex mutex_; // the test holds it to make the receiver hang
   Sentences received_;
   std::vector<std::thread::id> threads_;
 };
@@ -64,7 +64,7 @@ TEST_F(WarningsTest, DoNotWaitForAReceiverThatHangs) {
     }
   }
   flushWarnings();
-  // One warning may have been on its way to the receiver, beside the waiting ones.
+  // Beside the waiting warnings, one may have been on its way to the receiver.
   EXPECT_GE(received_.size(), 1000u);
   EXPECT_LE(received_.size(), 1001u);
   EXPECT_NE(received_.back().find("warnings after this one are lost"), std::string::npos) << received_.back();

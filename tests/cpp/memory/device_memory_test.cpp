@@ -1,4 +1,4 @@
-// The device memory in which tensors arrive, and from which they leave.
+// The device memory in which tensors arrive, and the staging of tensors that are sent.
 
 #include "device_fixture.h"
 
@@ -32,11 +32,11 @@ class FakeRmm {
     return {&FakeRmm::allocate, &FakeRmm::deallocate};
   }
 
-  // From now on allocations wait for the gate, as for a busy driver.
+  // From now on allocations wait at the gate, as they wait for a busy driver.
   void waitAt(std::shared_ptr<Gate> gate) {
     gate_.store(std::move(gate));
   }
-  // The same for releases.
+  // From now on releases wait at the gate.
   void releaseAt(std::shared_ptr<Gate> gate) {
     releaseGate_.store(std::move(gate));
   }
@@ -61,7 +61,7 @@ class FakeRmm {
   static void forbid() {
     instance().isForbidden_.store(true);
   }
-  // Memory in use is lost.
+  // Forgets the memory in use.
   void forget() {
     const std::lock_guard lock(mutex_);
     inUseBytes_ = 0;
@@ -93,7 +93,7 @@ class FakeRmm {
     self.inUseBytes_ += bytes;
     ++self.allocations_;
     self.stream_ = stream;
-    // The handle must be the current stream's, and no default stream's.
+    // The handle must be that of the current stream, and not of a default stream.
     self.isMisused_ |= device != FakeDevice::currentDevice() || stream == nullptr ||
         stream != FakeGuard().getStreamNativeHandle(FakeGuard().getStream(fake(FakeDevice::currentDevice())));
     for (auto idle = self.idle_.begin(); idle != self.idle_.end(); ++idle) {
@@ -141,7 +141,7 @@ class FakeRmm {
   std::atomic<std::shared_ptr<Gate>> releaseGate_;
 };
 
-// One thread collects at a time, and while an agent's thread does, collect() does nothing.
+// Asks again and again: one thread collects at a time, so collect() does nothing while an agent's thread collects.
 void expectToGiveAllBack() {
   DevicePool& pool = DevicePool::instance();
   EXPECT_TRUE(eventually([&] {
@@ -151,7 +151,7 @@ void expectToGiveAllBack() {
       << " bytes in use, " << pool.statistics().heldBytes << " held";
 }
 
-// Memory of the source that is not torch's own allocator.
+// Memory from each source other than torch's own allocator.
 class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<DevicePool::Source> {
  protected:
   void SetUp() override {
@@ -172,7 +172,7 @@ class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<D
     EXPECT_FALSE(rmm_.isMisused());
   }
 
-  // Reads the tensor on a stream that is unknown to the agent, and keeps nothing.
+  // Reads the tensor on a stream that the agent does not know, and keeps nothing.
   Handler lookOnAnotherStream() {
     return [this](Message& request) {
       c10::Event arrived(kFake);
@@ -208,7 +208,7 @@ TEST_P(DeviceMemoryTest, ReleasedMemoryIsHeldWhileAnyStreamUsesIt) {
     ASSERT_EQ(looks_.size(), 2u);
     EXPECT_TRUE(looks_[0].hasSeen(5)) << elements;
     EXPECT_TRUE(looks_[1].hasSeen(6)) << elements;
-    // No tensor is received or released for this.
+    // The memory comes back although no tensor is received or released.
     EXPECT_TRUE(eventually([&] { return pool_.statistics().heldBytes == 0; }));
   }
 }
@@ -230,13 +230,13 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
   EXPECT_TRUE(looks[0].hasSeen(5));
 }
 
-// Each would take long: a device has 129 streams.
+// Questions would take long: a device has 129 streams.
 TEST_P(DeviceMemoryTest, ReleaseAsksTheDeviceNothing) {
   startWith(keep(), {{fake(), fake(1)}});
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   EXPECT_EQ(received_.at(0).device(), fake(1));
   EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
-  agent(0).shutdown(); // the timers, which ask
+  agent(0).shutdown(); // ends the timers, which ask
   agent(1).shutdown();
   const uint64_t before = device_.questions();
   received_.clear();
@@ -254,7 +254,7 @@ TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
   (void)allStreams(fake());
   const uint64_t before = device_.questions();
   for (int block = 0; block < 100; ++block) {
-    last = pool_.allocate(fake(), 64); // releases the one before
+    last = pool_.allocate(fake(), 64); // releases the block before
   }
   EXPECT_LT(device_.questions() - before, 10u * kStreams);
   // Few blocks are held although collect() is never called.
@@ -262,7 +262,7 @@ TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
   last.clear();
 }
 
-// A program may have used the memory on a stream that torch does not know, and may destroy that stream next.
+// A program may have used the memory on a stream that torch does not know, and may then destroy that stream.
 TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
   const c10::Stream other(c10::Stream::UNSAFE, fake(), kStreams + 7);
   c10::DataPtr data = pool_.allocate(fake(), 64);
@@ -278,10 +278,10 @@ TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
   EXPECT_EQ(pool_.statistics().heldBytes, 0u);
 }
 
-// At the end of a process RMM may be gone before the last tensors are. (The pool is a process's: a new process has
-// another one.)
+// At the end of a process RMM may be gone before the last tensors. (Each process has its own pool, so the test needs a
+// new process.)
 TEST_P(DeviceMemoryTest, NothingIsGivenBackOnceItHasStopped) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe"); // forks before there are threads
+  GTEST_FLAG_SET(death_test_style, "threadsafe"); // starts the new process without threads
   EXPECT_EXIT(
       {
         c10::DataPtr early = pool_.allocate(fake(), 64);
@@ -355,7 +355,7 @@ TEST_P(EntryPointsTest, SmallTensorsAreWrittenWhenEarlierOwnersAreDone) {
   device_.run();
   received_.clear();
   {
-    // Another user of the same stream uses the memory in its order: streams of torch's pool are shared.
+    // Streams of torch's pool are shared: another user of this stream uses the memory in the stream's order.
     const c10::StreamGuard guard(rmm_.stream());
     void* const stream = FakeGuard().getStreamNativeHandle(rmm_.stream());
     void* const memory = FakeRmm::entryPoints().allocate(kSmall * sizeof(float), 0, stream);
@@ -436,7 +436,7 @@ TEST_P(EntryPointsTest, MemoryAllocatedForALostPeerIsReleased) {
   gate_->open();
   rmm_.waitAt(nullptr);
   ASSERT_TRUE(eventually([&] { return rmm_.allocations() == before + 1; }));
-  // RMM is asked, not the pool: the pool counts an allocation a moment after RMM has made it.
+  // Ask RMM and not the pool: the pool counts an allocation a moment after RMM has made it.
   EXPECT_TRUE(eventually([&] {
     pool_.collect();
     return rmm_.inUseBytes() == 0;
@@ -446,7 +446,7 @@ TEST_P(EntryPointsTest, MemoryAllocatedForALostPeerIsReleased) {
 
 // ------------------------------------------------------------------------------------------------- what torch has
 
-// torch.cuda.memory.change_current_allocator does this: the allocator of tensors is not the registered one.
+// As after torch.cuda.memory.change_current_allocator, tensors use another allocator than the registered one.
 TEST_F(DeviceTest, ReplacedAllocatorOfTorchIsAsked) {
   c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
   EXPECT_EQ(allocatorOf(kFake), &device_);
@@ -476,7 +476,7 @@ TEST_F(DeviceTest, AllStreamsAreFoundWhileOthersTakeSome) {
 
 // ---------------------------------------------------------------------------------------------------------- staging
 
-// Workers of one machine, as threads of one process.
+// Workers that look as if they were on one machine.
 class StagingTest : public DeviceTest {
  protected:
   void SetUp() override {
@@ -503,7 +503,7 @@ TEST_F(StagingTest, UnshareableMemoryIsCopiedToTheHostInOrder) {
   at::Tensor sent = onDevice(kLarge, 0);
   device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
   const Future future = call(0, 1, "", {sent, sent.narrow(0, 10, 20), onDevice(kSmall, 8, fake(1))});
-  device_.launch(fake(), [view = hostView(sent)] { view.fill_(9); }); // it has been copied before
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(9); }); // the copy has been made before this
   sent.reset();
   exchangeWithoutTensors();
   EXPECT_FALSE(future->completed());

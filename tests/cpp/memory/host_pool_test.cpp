@@ -40,7 +40,7 @@ TEST(HostPoolTest, ReturnedBlockIsUsedAgain) {
     first = data.get();
     std::memset(first, 1, kMiB);
   }
-  const c10::DataPtr again = pool.allocate(kMiB - 10); // of the same class
+  const c10::DataPtr again = pool.allocate(kMiB - 10); // a block of the same class
   EXPECT_EQ(again.get(), first);
   const HostPool::Statistics statistics = pool.statistics();
   EXPECT_EQ(statistics.hits, 1u);
@@ -91,7 +91,7 @@ TEST(HostPoolTest, LeastRecentlyReturnedGoesFirst) {
   c10::DataPtr young = pool.allocate(kMiB + 512 * kKiB);
   old.clear();
   middle.clear();
-  young.clear(); // 3.75 MiB: the oldest one goes
+  young.clear(); // 3.75 MiB: the oldest block goes
   EXPECT_EQ(pool.statistics().cachedBytes, 2 * kMiB + 768 * kKiB);
   const uint64_t hits = pool.statistics().hits;
   (void)pool.allocate(kMiB + 512 * kKiB);
@@ -103,7 +103,7 @@ TEST(HostPoolTest, LeastRecentlyReturnedGoesFirst) {
 
 TEST(HostPoolTest, LoweredLimitTakesEffectAtOnce) {
   HostPool pool(64 * kMiB);
-  { // three blocks at a time
+  { // three blocks are in use at a time
     const c10::DataPtr a = pool.allocate(kMiB);
     const c10::DataPtr b = pool.allocate(kMiB);
     const c10::DataPtr c = pool.allocate(kMiB);
@@ -136,7 +136,7 @@ TEST(HostPoolTest, LargeBlocksAreAlignedForHugePages) {
   for (const size_t bytes : {2 * kMiB, 3 * kMiB, 10 * kMiB + 1}) {
     const c10::DataPtr data = pool.allocate(bytes);
     EXPECT_EQ(reinterpret_cast<uintptr_t>(data.get()) % HostPool::kHugePageBytes, 0u) << bytes;
-    std::memset(data.get(), 1, bytes); // all of it is there
+    std::memset(data.get(), 1, bytes); // the whole block is usable
   }
 }
 
@@ -147,7 +147,7 @@ TEST(HostPoolTest, ImpossibleSizesThrowAndAreNotCounted) {
     EXPECT_THROW((void)pool.allocate(bytes), std::bad_alloc) << bytes;
   }
   EXPECT_EQ(pool.statistics().inUseBytes, 0u);
-  (void)pool.allocate(kMiB); // and works on
+  (void)pool.allocate(kMiB); // the pool still works
 }
 
 TEST(HostPoolTest, ThreadsNeverShareABlock) {

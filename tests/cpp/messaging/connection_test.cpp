@@ -1,4 +1,4 @@
-// The states of a connection, and the connections that a round looks at.
+// The states of a connection, and the connections that a round handles.
 
 #include "messaging/connection.h"
 
@@ -68,7 +68,7 @@ TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
   EXPECT_FALSE(connection.endpoint().has_value());
   EXPECT_TRUE(connection.mustRetry());
   EXPECT_EQ(connection.roundsToResume, 1u);
-  for (int failure = 1; failure < 20; ++failure) { // without a message over any of them
+  for (int failure = 1; failure < 20; ++failure) { // no endpoint has carried a message
     connect(connection, 1);
     EXPECT_EQ(connection.state(), State::kOpen);
     connection.breakOff("a reset");

@@ -1,4 +1,4 @@
-// Control frames reach their handlers as they went in, and malformed ones reach none.
+// Control frames reach their handlers unchanged. Malformed frames reach no handler.
 
 #include "messaging/control_frames.h"
 
@@ -20,7 +20,7 @@ namespace {
 using Notes = std::vector<std::string>;
 using wire::Kind;
 
-// Keeps what the handlers hear of a frame.
+// Keeps what the handlers get of a frame.
 class Heard final : public Handlers {
  public:
   explicit Heard(const ControlFrame& frame) {

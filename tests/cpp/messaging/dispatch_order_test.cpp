@@ -37,7 +37,7 @@ TEST(DispatchOrderTest, FollowUpWaitsForAllEarlierTurns) {
 TEST(DispatchOrderTest, FollowUpsRunInOrderOneAtATime) {
   DispatchOrder turns;
   Gate gate;
-  std::vector<int> ran; // one thread at a time writes, or a sanitizer complains
+  std::vector<int> ran; // one thread writes at a time, else a sanitizer complains
   std::thread busy([&, turn = turns.begin()]() mutable {
     turn.end([&] {
       gate.pass();
@@ -49,7 +49,7 @@ TEST(DispatchOrderTest, FollowUpsRunInOrderOneAtATime) {
   turns.begin().end([&] { ran.push_back(3); });
   second.end([&] {
     ran.push_back(2);
-    turns.begin().end([&] { ran.push_back(4); }); // not inside this call
+    turns.begin().end([&] { ran.push_back(4); }); // it must not run inside this call
     ran.push_back(-2);
   });
   gate.open();

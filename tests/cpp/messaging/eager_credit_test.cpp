@@ -1,4 +1,4 @@
-// The bound on unasked bytes that a receiver holds, of one sender and of all.
+// The bounds on the unasked bytes that a receiver holds, from one sender and from all.
 
 #include "messaging/eager_credit.h"
 

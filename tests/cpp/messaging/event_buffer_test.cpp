@@ -159,7 +159,7 @@ TEST_F(EventBufferTest, FailedSendsReachTheirHandlers) {
       (Notes{
           "request not sent: broken 2",
           "answer not sent: broken 3",
-          "control not sent: broken 3", // a refusal; it is not refused in turn
+          "control not sent: broken 3", // a refusal is not refused in turn
           "control not sent: broken 3"}));
 }
 

@@ -27,7 +27,7 @@ class HeartbeatTest : public testing::Test {
     return peer;
   }
 
-  // Lets time pass, with checks as often as the heartbeat wants them. Returns all findings.
+  // Lets time pass, and checks in each period of the heartbeat. Returns all findings.
   Heartbeat::Findings wait(milliseconds time) {
     return wait(heartbeat_, time);
   }
@@ -146,7 +146,7 @@ TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
   Peer& peer = add(1);
   connections_.of(peer).silence.heardSinceCheck = true;
   wait(heartbeat_.period());
-  connections_.of(peer).setEndpoint(std::nullopt); // by a failure of this process
+  connections_.of(peer).setEndpoint(std::nullopt); // as after a failure in this process
   const Heartbeat::Findings found = wait(2 * kLimit);
   EXPECT_EQ(found.quiet, std::vector<Peer*>{&peer}) << "which makes another endpoint";
   EXPECT_EQ(found.lost.at(0), &peer);

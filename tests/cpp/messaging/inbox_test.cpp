@@ -25,7 +25,7 @@ constexpr uint64_t kPiece = OutgoingMessage::kPieceBytes;
 
 class InboxTest : public testing::Test {
  protected:
-  static constexpr uint64_t kSession = 100; // ours
+  static constexpr uint64_t kSession = 100; // this worker's
   static constexpr size_t kInFlightAtOnce = Receiver::kInFlightBytes / kPiece;
 
   InboxTest() {
@@ -59,7 +59,7 @@ class InboxTest : public testing::Test {
     startDeferred();
   }
 
-  // A round, as Messenger has it.
+  // Does a round, as Messenger does.
   void startDeferred() {
     inbox_.admitWaiting();
     connections_.forEachReady([this](Connection& connection) { inbox_.receiver().startDeferred(connection); });
@@ -76,7 +76,7 @@ class InboxTest : public testing::Test {
     return connections_.of(peer(rank));
   }
 
-  using Notes = std::vector<std::string>; // the events of the handlers
+  using Notes = std::vector<std::string>; // the events that the handlers got
 
   const AssumeWorkerLock lock_;
   PatientTransport transport_;
@@ -120,7 +120,7 @@ TEST_F(InboxTest, APieceThatComesEagerlyIsRefused) {
   EXPECT_EQ(inbox_.refusedFrames(), 1u);
 }
 
-// The other worker may take the connection's end for this worker's, and drop all later messages.
+// The other worker may take the connection's end for this worker's end, and drop all later messages.
 TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
   outbox_.sendControl(peer(1), wire::Kind::kPing);
   ASSERT_TRUE(connection(1).endpoint().has_value());
@@ -134,7 +134,7 @@ TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
 TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   announce(1, 1, 8 * kPiece, 1);
   startDeferred();
-  std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow: the next one does not wait for all of it
+  std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow, so the next one does not wait for its end
   announce(1, 2, 100'000, 50);
   startDeferred();
   EXPECT_EQ(transport_.begun, kInFlightAtOnce);
@@ -220,7 +220,7 @@ TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
 TEST_F(InboxTest, WaiterBehindAnImmediateMessageIsNotForgotten) {
   transport_.isImmediate = true;
   announce(1, 1, 2 * kPiece, 1, wire::Kind::kResponse);
-  announce(1, 2, 2 * kPiece, 50, wire::Kind::kResponse); // waits while the first is being received
+  announce(1, 2, 2 * kPiece, 50, wire::Kind::kResponse); // waits while the first message is received
   startDeferred();
   EXPECT_EQ(events_.take(), Notes{"answer 1"});
   EXPECT_TRUE(hasDeferred());

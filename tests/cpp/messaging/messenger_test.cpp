@@ -1,4 +1,4 @@
-// Messages between two workers that are nothing but a Messenger: arrivals, events and ends.
+// Messages between two workers that consist of only a Messenger: arrivals, events and ends.
 
 #include "messaging/messenger.h"
 
@@ -42,7 +42,7 @@ class MessengerTest : public testing::Test {
   void post(Kind kind, uint64_t callId, size_t bodyBytes = 4, std::span<const std::byte> span = {}) {
     one_.messenger.post(one_.peer(1), kind, callId, makeOutgoing(bodyBytes, span));
   }
-  // Lets the handlers of worker 1 return. Waiting messages that fit now may arrive at once.
+  // Lets the handlers of worker 1 return. Waiting messages that then fit may arrive at once.
   void finishRequests() {
     (void)std::exchange(handlers_[1].requests, {});
   }
@@ -193,7 +193,7 @@ TEST_F(MessengerTest, EverythingUnderWayToAPeerThatIsGoneEnds) {
 }
 
 TEST_F(MessengerTest, AnnouncementsOfALostPeerAreForgotten) {
-  post(Kind::kRequest, 1, 3 * kWindow); // holds the window
+  post(Kind::kRequest, 1, 3 * kWindow); // it takes the whole window
   post(Kind::kRequest, 2, kLarge);
   exchangeAll();
   ASSERT_EQ(handlers_[1].takeNotes(), Notes{"request 1"});
@@ -327,7 +327,7 @@ TEST_F(MessengerTest, MessageBeyondTheWindowWaitsUntilThereIsRoom) {
   exchangeAll();
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{"request 1"}) << "one larger than the window is admitted alone";
   EXPECT_EQ(two_.messenger.window().waitingMessages.load(), 1u);
-  finishRequests(); // its handler has returned
+  finishRequests(); // the first request's handler returns
   exchangeAll();
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{"request 2"});
 }
@@ -337,7 +337,7 @@ TEST_F(MessengerTest, MessageThatWaitsWhileNothingMovesIsAdmittedAfterAWhile) {
   post(Kind::kRequest, 2, kLarge);
   exchangeAll();
   ASSERT_EQ(handlers_[1].takeNotes(), Notes{"request 1"});
-  two_.advance(ReceiveWindow::kPatience); // the first look
+  two_.advance(ReceiveWindow::kPatience); // the first check
   two_.advance(ReceiveWindow::kPatience - milliseconds(1));
   exchangeAll();
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{});

@@ -1,4 +1,4 @@
-// Whole messages leave in parts, a few at a time, each with exactly one end.
+// Messages leave in parts, a few at a time. Each message ends exactly once.
 
 #include "messaging/outbox.h"
 
@@ -47,11 +47,11 @@ class OutboxTest : public testing::Test {
     peer.hasAdmitted.store(false);
     send(Kind::kJoin, 0, 1, &peer);
   }
-  // Sends a body that waits here until the peer fetches it.
+  // Sends a body that waits at the sender until the peer fetches it.
   void sendLarge(Kind kind, uint64_t callId, Peer* to = nullptr) {
     send(kind, callId, kLarge, to);
   }
-  // Sends as many bodies by rendezvous as may be under way.
+  // Sends as many bodies by rendezvous as may be in flight.
   void fill(Kind kind, uint64_t firstCall) {
     for (uint64_t call = 0; call < kMost; ++call) {
       sendLarge(kind, firstCall + call);
@@ -108,7 +108,7 @@ TEST_F(OutboxTest, StuckMessagesTakeNoRoomOverTheNetwork) {
   EXPECT_EQ(connections_.find(0), &connections_.of(peer_));
   EXPECT_EQ(connections_.find(1), &connections_.of(peer_));
   EXPECT_EQ(outbox_.underWay(), kMost + 1);
-  // It may arrive late, and ends its messages once.
+  // A stuck message may still arrive late, and ends once.
   finish();
   EXPECT_EQ(outbox_.underWay(), kMost);
   EXPECT_FALSE(outbox_.moveToNetwork(connections_.of(peer_)));
@@ -181,7 +181,7 @@ TEST_F(OutboxTest, FirstFailureOfAPartIsReportedAfterTheLastPart) {
   EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck);
 }
 
-// The callee has a part that it does not fetch before it has the others.
+// The callee has a part, and would fetch it only with the others.
 TEST_F(OutboxTest, RequestThatHasLeftInPartIsCanceledAtItsCallee) {
   const Bytes span(2 * OutgoingMessage::kPieceBytes);
   transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};
@@ -279,7 +279,7 @@ TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithThat) {
   EXPECT_TRUE(transport_.connected.empty());
 }
 
-// The goodbye was submitted before, but another thread had the worker lock.
+// The goodbye was submitted before the loss, but another thread had the worker lock.
 TEST_F(OutboxTest, GoodbyeLeavesAfterItsPeerHasBeenLost) {
   ASSERT_TRUE(peer_.moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left the group"}));
   send(Kind::kGoodbye, 0);

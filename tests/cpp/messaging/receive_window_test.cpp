@@ -199,7 +199,7 @@ TEST_F(WideReceiveWindowTest, ReleasedRequestIsNotQueuedAnyMore) {
   ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxQueued / 2, unhandled));
   ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxQueued / 2, handled));
   handled.beginHandling();
-  handled.beginHandling(); // once is enough
+  handled.beginHandling(); // only the first call counts
   handled.release();
   EXPECT_FALSE(window_->tryAdmit(kRequest, kMaxQueued, next));
   unhandled.release();
@@ -227,7 +227,7 @@ TEST_F(ReceiveWindowTest, AdmissionKeepsTheWindowAlive) {
 
 TEST(ReceiveWindowThreadsTest, SumIsRightInAnyOrder) {
   const auto window = std::make_shared<ReceiveWindow>(1000, [] {});
-  std::mutex workerLock; // admissions are made under it, releases are not
+  std::mutex workerLock; // admissions hold it, releases do not
   std::atomic<bool> isExceeded{false};
   std::vector<std::thread> threads;
   for (unsigned id = 0; id < 6; ++id) {

@@ -1,4 +1,4 @@
-// The way of an admitted message into memory, and the end of its share of the window.
+// How an admitted message gets into memory, and when its share of the window ends.
 
 #include "messaging/receiver.h"
 
@@ -55,7 +55,7 @@ class ReceiverTest : public testing::Test {
     assembled.body = std::move(body);
     return {&connections_.of(peer_), std::move(assembled), bytes};
   }
-  // A message of one span of `pieces` whole pieces, whose handles are the numbers from `firstNumber` on.
+  // A message of one span with `pieces` whole pieces. Their handles are the numbers from `firstNumber` on.
   Receiver::Announced announced(Kind kind, uint64_t callId, size_t pieces, uintptr_t firstNumber) {
     Receiver::Announced made = announced(kind, callId, pieces * kPiece, eager("body"));
     wire::Assembled::Span span{pieces * kPiece, {}};
@@ -81,7 +81,7 @@ class ReceiverTest : public testing::Test {
     }
   }
 
-  // A round, as Messenger has it.
+  // Does a round, as Messenger does.
   void startDeferred() {
     receiver_.beginRound();
     connections_.forEachReady([this](Connection& connection) { receiver_.startDeferred(connection); });
@@ -298,7 +298,7 @@ TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) 
 TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
   start(announced(Kind::kRequest, 1, 5, 10));
   startDeferred();
-  start(announced(Kind::kResponse, 2, 1, 20)); // not begun
+  start(announced(Kind::kResponse, 2, 1, 20)); // this one has not begun
   receiver_.dropPeer(connections_.of(peer_));
   EXPECT_EQ(window_->receivingMessages.load(), 0u);
   EXPECT_EQ(

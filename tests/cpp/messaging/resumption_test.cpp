@@ -1,4 +1,4 @@
-// Messages between two messengers whose connections are reset: each arrives once, over whichever endpoint.
+// Messages between two messengers whose connections are reset. Each message arrives once, over any endpoint.
 
 #include "messaging/messenger.h"
 
@@ -46,7 +46,7 @@ class ResumptionTest : public testing::Test {
   void exchangeAll() {
     exchange(one_, two_);
   }
-  // Lets enough time pass for another endpoint, or for an acknowledgement in a frame of its own.
+  // Lets enough time pass for another endpoint, or for a separate frame with an acknowledgement.
   void wait(milliseconds time = milliseconds(25)) {
     one_.advance(time);
     two_.advance(time);
@@ -106,7 +106,7 @@ TEST_F(ResumptionTest, FrameOfAnEarlierEndpointThatComesLateIsDropped) {
 TEST_F(ResumptionTest, BodyThatWasAnnouncedIsFetchedOverAnotherEndpoint) {
   const Bytes span(50'000);
   post(Kind::kRequest, 1, kLarge, span);
-  two_.messenger.progress().submit([this] {}); // nothing is fetched yet
+  two_.messenger.progress().submit([this] {}); // the announcement arrives, but nothing is fetched yet
   reset(0);
   exchangeAll();
   wait();
@@ -133,7 +133,7 @@ TEST_F(ResumptionTest, MissingMessagesAreSentAgainWhenThePeerAsks) {
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
 }
 
-// As UCX does when the receiver alone has lost its connection, and has closed its end.
+// UCX does this if only the receiver has lost its connection, and has closed its end.
 TEST_F(ResumptionTest, AnnouncementsThatAnEndpointDropsComeOverAnotherOne) {
   post(Kind::kRequest, 1);
   two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
@@ -169,7 +169,7 @@ TEST_F(ResumptionTest, AnAnswerAcknowledgesItsRequestAndAPauseTheAnswer) {
 
 TEST_F(ResumptionTest, KeptEagerBodiesAreBoundedAndTheRestCanBeCanceled) {
   network_.setFault([](const wire::Header& header, SendMode) {
-    return header.kind == Kind::kReceived ? Fate::kDrop : Fate::kDeliver; // as if the peer was stopped
+    return header.kind == Kind::kReceived ? Fate::kDrop : Fate::kDeliver; // as if the peer were stopped
   });
   constexpr size_t kBody = 60'000;
   for (uint64_t call = 0; call < 1000; ++call) {
@@ -256,7 +256,7 @@ TEST_F(ResumptionTest, JoinLeavesOverEachEndpointUntilThePeerAdmitsThisWorker) {
   reset(0);
   exchangeAll();
   wait();
-  wait(); // it is slower after each failure in a row
+  wait(); // each failure in a row makes the next attempt slower
   EXPECT_EQ(notesOfTwo(), join);
   one_.messenger.onAdmitted(one_.peer(1));
   exchangeAll();
@@ -311,7 +311,7 @@ class HardshipTest : public ResumptionTest, public testing::WithParamInterface<u
           ++arrived_[note];
         }
       }
-      // Messages that fit now may arrive at once.
+      // The window has room again, so further messages may arrive at once.
       const std::vector<IncomingMessage> requests = std::exchange(handlers.requests, {});
       for (const IncomingMessage& request : requests) {
         for (const IncomingMessage::Span& span : request.spans) {
@@ -355,7 +355,7 @@ TEST_P(HardshipTest, EachMessageArrivesOnce) {
     for (int step = static_cast<int>(random_() % 4); step != 0; --step) {
       (random_() % 2 == 0 ? one_ : two_).takeIn();
     }
-    network_.setFault({}); // a reset is how a real connection loses something
+    network_.setFault({}); // a real connection loses frames only by a reset
     if (random_() % 3 == 0) {
       network_.releaseHeld();
     }

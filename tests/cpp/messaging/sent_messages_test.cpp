@@ -1,4 +1,4 @@
-// The thread and the moment at which sent messages are destroyed.
+// By which thread, and when, sent messages are destroyed.
 
 #include "messaging/sent_messages.h"
 
@@ -156,7 +156,7 @@ TEST_F(SentMessagesTest, MessageOfATasksOwnCallDoesNotWaitForItsEnd) {
   std::atomic<bool> taskIsOver = false;
   executor_->addCompletion([&] {
     destroyLater(message(true));
-    sentMessages_.destroyWaiting(); // by the thread, while it waits for the answer
+    sentMessages_.destroyWaiting(); // the thread does this while it waits for the answer
     destroyedWithin = threads().size();
     taskIsOver = true;
   });

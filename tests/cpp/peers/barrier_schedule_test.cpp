@@ -1,4 +1,4 @@
-// Barriers in any schedule of messages, departures and deaths.
+// Barriers in random schedules of messages, departures and deaths.
 
 #include "barrier_job.h"
 
@@ -18,7 +18,7 @@ namespace {
 struct Shape {
   Rank workers;
   int fanOut;
-  bool doOnlyContactsNotice = false; // that a worker has ended
+  bool doOnlyContactsNotice = false; // else all workers notice an end
 };
 
 // `make nightly` runs three times as many.
@@ -44,8 +44,8 @@ INSTANTIATE_TEST_SUITE_P(
           (shape.param.doOnlyContactsNotice ? "ContactsNotice" : "AllNotice");
     });
 
-// Workers leave or die before, in and after a round, and the others learn of it at different times. All living workers
-// are released from each round, with the same sum, and no living worker is called dead.
+// Workers leave or die before, in and after a round. The others learn of it at different times. Each round releases all
+// living workers with the same sum, and names no living worker as dead.
 TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
   const Shape shape = GetParam();
   for (unsigned seed = 0; seed < schedules(); ++seed) {
@@ -73,7 +73,7 @@ TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
         job.tick(rank);
       }
     };
-    const bool doDie = seed % 3 != 0; // else each worker that ends says goodbye
+    const bool doDie = seed % 3 != 0; // else workers say goodbye
     for (int step = 0; step < 30 * shape.workers; ++step) {
       const Rank rank = living[random() % living.size()];
       if (living.size() > 1 && random() % static_cast<unsigned>(8 * shape.workers) == 0) {
@@ -85,7 +85,7 @@ TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
       }
       job.deliverOne();
     }
-    // Each end is noticed after a few exchanges at most.
+    // The workers notice each end after a few exchanges at most.
     for (int turn = 0; turn < kRounds * 3 * shape.workers; ++turn) {
       job.deliverAll();
       std::ranges::for_each(living, look);

@@ -60,7 +60,7 @@ TEST(BarrierTest, WorkersMayBeOneRoundApart) {
     job.at(rank).enter(1);
   }
   job.deliverAllTo(0);
-  job.deliverAllTo(1); // released, and on to the next round, before 2 hears of it
+  job.deliverAllTo(1); // 1 is released, and goes on to the next round before 2 is
   job.at(1).enter(5);
   job.deliverAllTo(0);
   job.deliverAllTo(2);
@@ -91,7 +91,7 @@ TEST(BarrierTest, CoordinatorThatLeavesIsReplaced) {
   for (const Rank rank : {1, 2, 3}) {
     job.at(rank).enter(10);
   }
-  job.deliverAll(); // all have reported to rank 0, which now goes without entering
+  job.deliverAll(); // all have reported to rank 0, which leaves without entering
   job.leave(0);
   job.deliverAll();
   for (const Rank rank : {1, 2, 3}) {
@@ -107,7 +107,7 @@ TEST(BarrierTest, NewCoordinatorAnswersForARoundReleasedInPart) {
   }
   job.deliverAllTo(0);
   job.deliverAllTo(1);
-  job.loseAllTo(2); // the release to 2 is lost with its sender
+  job.loseAllTo(2); // 2 does not get the release
   job.leave(0);
   job.deliverAll();
   EXPECT_EQ(job.result(1).sum, 21);
@@ -140,7 +140,7 @@ TEST(BarrierTest, DeathReleasesNoRoundThatALivingWorkerHasNotEntered) {
   job.at(0).enter(1);
   job.at(1).enter(1);
   job.deliverAll();
-  job.die(1); // after it has arrived
+  job.die(1); // 1 has arrived
   job.die(3); // before
   job.deliverAll();
   EXPECT_FALSE(job.isReleased(0));
@@ -192,7 +192,7 @@ TEST(BarrierTest, WorkerThatAloneHasLostTheCoordinatorIsReleasedWithTheOthers) {
   Job job(3);
   job.lose(2, 0);
   for (const Rank rank : {2, 1}) {
-    job.at(rank).enter(1); // 2 arrives at 1, which it takes for the coordinator
+    job.at(rank).enter(1); // 2 reports to 1, which it takes for the coordinator
   }
   job.lose(0, 2);
   job.at(0).enter(1);
@@ -208,7 +208,7 @@ TEST(BarrierTest, LateReportOfAReleasedRoundIsAnswered) {
   job.deliverAllTo(0);
   job.loseAllTo(1);
   EXPECT_FALSE(job.isReleased(1));
-  job.at(1).onMembershipChange(); // makes it report again
+  job.at(1).onMembershipChange(); // makes 1 report again
   job.deliverAll();
   EXPECT_EQ(job.result(1).sum, 3);
 }
@@ -275,7 +275,7 @@ TEST(BarrierTest, AWorkerReportsItsCollectedArrivalsAtATick) {
 TEST(BarrierTest, WorkersBelowADeadOneArriveAtTheNextAboveIt) {
   Job job(15, 1, 2);
   for (const Rank rank : {7, 8, 9, 10}) {
-    job.at(rank).enter(1); // at 3 and 4, which then die before they have come
+    job.at(rank).enter(1); // they report to 3 and 4, which then die without entering
   }
   job.deliverAll();
   for (const Rank rank : {3, 4}) {
@@ -295,7 +295,7 @@ TEST(BarrierTest, WorkersBelowADeadOneArriveAtTheNextAboveIt) {
 TEST(BarrierTest, ADeathThatOnlyTheParentNoticesIsNamed) {
   Job job(15, 1, 2);
   job.onlyContactsNoticeEnds();
-  job.die(9); // before the shutdown; 0 has never talked to it
+  job.die(9); // before the shutdown; 0 has never talked to 9
   for (Rank rank = 0; rank < 15; ++rank) {
     if (rank != 9) {
       job.at(rank).enter(1);
@@ -304,7 +304,7 @@ TEST(BarrierTest, ADeathThatOnlyTheParentNoticesIsNamed) {
   job.deliverAll();
   for (const Rank rank : {4, 0}) {
     EXPECT_FALSE(job.isReleased(rank));
-    job.tick(rank); // contacts the missing workers, and workers that others have lost
+    job.tick(rank); // it contacts missing workers, and those that others have lost
     job.deliverAll();
   }
   for (const Rank rank : {0, 4, 10, 14}) {
@@ -322,7 +322,7 @@ TEST(BarrierTest, AReportThatAWorkerIsGoneEndsNoRound) {
   job.deliverAll();
   EXPECT_FALSE(job.isReleased(0)) << "rank 3 is out of reach of 1 alone";
   EXPECT_EQ(job.at(0).toContact(), (std::vector<Rank>{1, 3})) << "the one that has lost it, and itself";
-  job.lose(3, 1); // as it does after a while
+  job.lose(3, 1); // 3 notices after a while
   job.at(3).enter(1);
   job.deliverAll();
   for (Rank rank = 0; rank < 7; ++rank) {

@@ -1,4 +1,4 @@
-// The workers of the job by rank, by name and by session; and ranks that a new worker may take.
+// The workers of the job by rank, by name and by session, and the ranks that a new worker may take.
 
 #include "peers/directory.h"
 
@@ -24,7 +24,7 @@ Member member(Rank rank, const std::string& name, uint64_t session) {
 class DirectoryTest : public testing::Test {
  protected:
   DirectoryTest() {
-    for (const Rank rank : {2, 0, 1}) { // as they come
+    for (const Rank rank : {2, 0, 1}) { // in any order
       directory_.add(member(rank, "w" + std::to_string(rank), 100 + static_cast<uint64_t>(rank)));
     }
   }
@@ -33,7 +33,7 @@ class DirectoryTest : public testing::Test {
     ASSERT_TRUE(peer.moveTo(state, {ErrorCode::kPeerFailed, "gone"}));
   }
 
-  // The error of add(); empty if the worker is added.
+  // Returns the error of add(), or an empty text.
   std::string refusal(const Member& added) {
     try {
       directory_.add(added);

@@ -16,7 +16,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// A port without an accept().
+// A port that accepts no connection by itself.
 class Listener {
  public:
   explicit Listener(uint16_t port = 0) {
@@ -41,7 +41,7 @@ class Listener {
     EXPECT_EQ(getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size), 0);
     return ntohs(address.sin_port);
   }
-  // Ends the connection that has waited longest, as a firewall might. The port goes on.
+  // Ends the connection that has waited longest, as a firewall might. The port stays open.
   void reset() const {
     const int connection = accept(socket_, nullptr, nullptr);
     EXPECT_GE(connection, 0);
@@ -132,7 +132,7 @@ TEST_F(LifelinesTest, PortThatRefusesFromTheBeginningSaysNothing) {
   const uint16_t port = listener.port();
   listener.close();
   connect(port);
-  runWatch(); // only if the kernel has not refused at once
+  runWatch(); // there is a watch only if the kernel has not refused at once
   EXPECT_EQ(cuts_, 0);
   EXPECT_TRUE(watched_.empty());
 }
@@ -162,8 +162,8 @@ TEST_F(LifelinesTest, PeerThatIsForgottenIsNotCut) {
   listener.close();
   ASSERT_TRUE(runWatch());
   lines_.forget(memberAt(1));
-  lines_.forget(memberAt(1)); // and again
-  watched_.front().second(); // it was about to run
+  lines_.forget(memberAt(1)); // twice does no harm
+  watched_.front().second(); // the watch was about to run
   EXPECT_EQ(cuts_, 0);
 }
 

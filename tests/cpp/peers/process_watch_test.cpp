@@ -15,7 +15,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// Field 22 of /proc/PID/stat; the name of a test binary has no blanks.
+// Returns field 22 of /proc/PID/stat. The name of a test binary has no blanks.
 uint64_t startTimeOf(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string field;
@@ -34,7 +34,7 @@ Member memberOf(pid_t pid) {
   return member;
 }
 
-// A process that lives until its end of a pipe is closed.
+// A process that lives until this process closes its end of a pipe.
 class Child {
  public:
   Child() {
@@ -108,7 +108,7 @@ TEST_F(ProcessWatchTest, ProcessThatIsForgottenCostsNoDescriptor) {
   ASSERT_EQ(watch_.add(member, self_, [] {}), ProcessWatch::Outcome::kWatched);
   watch_.forget(member);
   EXPECT_EQ(fcntl(watched_.at(0).first, F_GETFD), -1);
-  watch_.forget(member); // and again
+  watch_.forget(member); // twice does no harm
 }
 
 TEST_F(ProcessWatchTest, ProcessThatHasEndedIsNotWatched) {
@@ -131,7 +131,7 @@ TEST_F(ProcessWatchTest, AnotherProcessOfTheSameIdIsNotTheOneThatWas) {
 TEST_F(ProcessWatchTest, AProcessThatLivesIsNotTakenForEndedForWantOfFiles) {
   Child child;
   const Member member = memberOf(child.pid());
-  // One file is left: the next to be opened has the lowest number that is free.
+  // One file can still be opened: it gets the lowest free number.
   const int next = dup(0);
   close(next);
   rlimit before{};

@@ -5,7 +5,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// Runs one function for each of the ranks, at once.
+// Runs a function for all ranks at the same time.
 void atOnce(const std::vector<worker_id_t>& ranks, const std::function<void(worker_id_t)>& function) {
   std::vector<std::thread> threads;
   for (const worker_id_t rank : ranks) {
@@ -69,7 +69,7 @@ TEST_F(AgentTest, JoinWaitsForCallsInFlight) {
   std::thread joiners([&] {
     atOnce({0, 1, 2}, [&](worker_id_t rank) {
       agent(rank).join(true, 20.f);
-      EXPECT_TRUE(eventually([&] { return open->completed(); })) << rank; // an agent thread is about to
+      EXPECT_TRUE(eventually([&] { return open->completed(); })) << rank; // an agent thread is about to complete it
       joined.fetch_add(1);
     });
   });
@@ -81,7 +81,7 @@ TEST_F(AgentTest, JoinWaitsForCallsInFlight) {
 }
 
 TEST_F(AgentTest, JoinFollowsChainsOfCalls) {
-  start(3, [this](Message& request) { // passes a token on without waiting, as RREF messages do
+  start(3, [this](Message& request) { // passes on a token without waiting, as RREF messages do
     const std::string text = textOf(request);
     const int left = std::stoi(text);
     if (left > 0) {
@@ -187,7 +187,7 @@ TEST_F(AgentTest, CallsUnderWayFromManyThreadsEndWithShutdown) {
             unfinished.fetch_add(1);
           }
         } catch (const std::exception&) {
-          return; // it has shut down
+          return; // the agent has shut down
         }
       }
     });

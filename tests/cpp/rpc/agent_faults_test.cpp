@@ -1,4 +1,4 @@
-// Deadlines; lost, doubled and late messages; silent and dead peers; calls that are given up.
+// Deadlines; lost, doubled and late messages; silent and dead peers; abandoned calls.
 
 #include "agent_fixture.h"
 #include "value_of.h"
@@ -162,7 +162,7 @@ TEST_F(AgentTest, SendThatFailsFailsItsCallAtOnceAndNamesThePeer) {
   EXPECT_TRUE(contains(what, "worker 'w1' (rank 1, pid 1001 on host)")) << what;
   EXPECT_TRUE(contains(what, "the send was made to fail")) << what;
   network_.setFault([](const wire::Header& header, SendMode /*mode*/) {
-    return header.kind == wire::Kind::kRequest && header.index == 0 ? Fate::kFail : Fate::kDeliver; // one span of it
+    return header.kind == wire::Kind::kRequest && header.index == 0 ? Fate::kFail : Fate::kDeliver; // one span
   });
   EXPECT_TRUE(contains(failure(call(0, 1, "f", {tensorOf(kMiB)}, 3600.f)), "worker 'w1'"));
 }
@@ -256,7 +256,7 @@ TEST_F(AgentTest, PeerThatFallsSilentIsLostAndSoAreTheCallsToIt) {
   EXPECT_TRUE(contains(what, "lost worker 'w1' (rank 1")) << what;
   EXPECT_TRUE(contains(what, "no sign of life for")) << what;
   EXPECT_EQ(textOf(*answer(call(0, 2, "fine"))), "fine");
-  // Its later messages change nothing.
+  // Later messages of the lost peer change nothing.
   network_.setFault({});
   network_.releaseHeld();
   EXPECT_TRUE(contains(failure(call(0, 1, "again")), "lost worker 'w1'"));
@@ -277,7 +277,7 @@ TEST_F(AgentTest, PeerWhoseHandlersAllBlockGivesSignsOfLife) {
     pongs.fetch_add(header.kind == wire::Kind::kPong && header.sourceRank == 1 ? 1 : 0);
     return Fate::kDeliver;
   });
-  // More pongs than fit into the limit.
+  // Wait for more pongs than fit into the limit.
   EXPECT_TRUE(eventually([&] { return pongs.load() > 20; })) << pongs.load();
   EXPECT_FALSE(pending->completed());
   gate_->open();
@@ -289,7 +289,7 @@ TEST_F(AgentTest, PeerThatShutsDownSaysGoodbye) {
   start(3, echoBehindGate());
   const Future pending = call(0, 1, "block", {}, 3600.f);
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
-  std::thread closer([&] { agent(1).shutdown(); }); // waits a while for its handler
+  std::thread closer([&] { agent(1).shutdown(); }); // shutdown() waits a while for the handler
   const std::string what = failure(pending);
   EXPECT_TRUE(contains(what, "worker 'w1' (rank 1")) << what;
   EXPECT_TRUE(contains(what, "has shut down")) << what;
@@ -328,7 +328,7 @@ TEST_F(AgentTest, CancelFreesTheSendersMemory) {
 TEST_F(AgentTest, CancelFreesAMessageThatArrivedInPart) {
   start(2);
   network_.setFault([](const wire::Header& header, SendMode mode) {
-    return header.kind == wire::Kind::kRequest && mode == SendMode::kEager ? Fate::kDrop : Fate::kDeliver; // no body
+    return header.kind == wire::Kind::kRequest && mode == SendMode::kEager ? Fate::kDrop : Fate::kDeliver; // lost
   });
   at::Tensor tensor = tensorOf(4 * kMiB);
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage(tensor.storage().getWeakStorageImpl());
@@ -345,7 +345,7 @@ TEST_F(AgentTest, LargeMessagesWaitForTheirTurnWhereTheyCostTheReceiverNothing) 
   network_.setFault([&](const wire::Header& header, SendMode mode) {
     const bool isSpan = header.kind == wire::Kind::kRequest && mode == SendMode::kRendezvous;
     announced += isSpan ? 1 : 0;
-    return isSpan ? Fate::kDrop : Fate::kDeliver; // they are never fetched
+    return isSpan ? Fate::kDrop : Fate::kDeliver; // spans are announced and never fetched
   });
   std::vector<Future> calls;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
@@ -362,7 +362,7 @@ TEST_F(AgentTest, LargeMessagesWaitForTheirTurnWhereTheyCostTheReceiverNothing) 
   EXPECT_TRUE(eventually([&] {
     return std::all_of(storages.end() - kMore, storages.end(), [](const auto& storage) { return storage.expired(); });
   })) << "what had not left is free";
-  network_.setFault({}); // it refers to this frame
+  network_.setFault({}); // the fault refers to this function's variables
 }
 
 TEST_F(AgentTest, LargeMessagesThatWaitForTheirTurnFailWithTheirReceiver) {
@@ -375,7 +375,7 @@ TEST_F(AgentTest, LargeMessagesThatWaitForTheirTurnFailWithTheirReceiver) {
   network_.kill("address 1");
   for (const Future& call : calls) {
     const std::string what = failure(call);
-    EXPECT_TRUE(contains(what, "worker 'w1'")) << what; // lost, or could not be sent to
+    EXPECT_TRUE(contains(what, "worker 'w1'")) << what; // it is lost, or the message could not be sent
   }
   EXPECT_TRUE(eventually([&] { return valueOf(agent(0).reports().statistics().counts, "messages_sending") == 0; }));
 }
@@ -395,7 +395,7 @@ TEST_F(AgentTest, AllLargeMessagesGetTheirTurn) {
   }
 }
 
-// One message may have more parts than may be under way.
+// One message may have more parts than may be in flight.
 TEST_F(AgentTest, MessageOfManyTensorsLeavesAlone) {
   start(2);
   std::vector<at::Tensor> sent;
@@ -429,7 +429,7 @@ TEST_F(AgentTest, RequestWhoseCallerHasGivenUpIsNotRun) {
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
   const Future givenUp = call(0, 1, "given up", {}, 0.05F);
   const Future patient = call(0, 1, "patient");
-  // The deadline is relative, so it ends later at the callee, by the travel time of the request.
+  // The callee counts the timeout from the arrival of the request, so the call ends later there.
   EXPECT_TRUE(contains(failure(givenUp), "RPC ran for more than"));
   ASSERT_TRUE(eventually([&] { return metric(1, "agent.calls_received") >= 3; }));
   EXPECT_TRUE(contains(failure(call(0, 1, "a clock", {}, 0.5F)), "RPC ran for more than"));

@@ -5,7 +5,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// A bare transport that takes part as worker 9 or under no name, and sends frames of its own making.
+// A bare transport, as worker 9 or as no worker, that sends made-up frames.
 class AgentIntruderTest : public AgentTest, public TransportListener {
  protected:
   static constexpr worker_id_t kRank = 9;
@@ -118,7 +118,7 @@ TEST_F(AgentIntruderTest, AnswerOfAnotherWorkerThanTheOneCalledIsIgnored) {
   const std::string text = "forged";
   forged.setInlinePayload(text);
   send(frame(wire::Kind::kResponse, 0), forged.finish());
-  EXPECT_EQ(textOf(*answer(call(0, 1, "later"))), "later"); // the forged answer has been handled by then
+  EXPECT_EQ(textOf(*answer(call(0, 1, "later"))), "later"); // the forged answer has been handled before this one
   EXPECT_FALSE(future->completed()) << "answered by a worker that was not asked";
   gate_->open();
   EXPECT_EQ(textOf(*answer(future)), "block");
@@ -141,7 +141,7 @@ TEST_F(AgentIntruderTest, RequestOfContradictingPartsIsAnsweredAndGivesItsMemory
   header.index = 1;
   send(header, Bytes(500'000), SendMode::kRendezvous);
   header.index = 0;
-  send(header, Bytes(500'000), SendMode::kRendezvous); // doubled
+  send(header, Bytes(500'000), SendMode::kRendezvous); // a second time
   ASSERT_TRUE(progressUntil([&] { return !replies_.empty() && areAllSent(); }));
   EXPECT_EQ(replies_[0].first.callId, 1u);
 }
@@ -155,7 +155,7 @@ TEST_F(AgentIntruderTest, SpansOfWrongSizesAreAnError) {
   send(header, writer.finish());
   header.index = 0;
   header.place = {0, 500'000};
-  send(header, Bytes(500'000), SendMode::kRendezvous); // half of what the body says
+  send(header, Bytes(500'000), SendMode::kRendezvous); // the body says twice as much
   ASSERT_TRUE(progressUntil([&] { return !replies_.empty() && areAllSent(); }));
   expectRefusal(wire::RefusalReason::kMalformed, "");
   EXPECT_TRUE(eventually([&] { return metric(0, "window.in_use_bytes") == 0; }));

@@ -7,7 +7,7 @@ namespace {
 
 class DynamicGroupTest : public AgentTest {
  protected:
-  // A worker that knows `known` and waits to be admitted by them.
+  // Starts a worker that knows `known`, and waits until they admit it.
   void join(worker_id_t rank, const std::vector<worker_id_t>& known, const Handler& handler = &echo) {
     agents_[rank] = makeAgent(rank, handler);
     UcxRpcAgent& joining = agent(rank);
@@ -88,7 +88,7 @@ TEST_F(DynamicGroupTest, CallsOfAWorkerThatIsNotAdmittedYetWait) {
   join(0, {});
   admission_ = [gate] { gate->pass(); };
   join(1, {0});
-  // A member that has admitted it may ask it to call a member that has not.
+  // A member that has admitted the worker may ask it to call a member that has not.
   const Future small = call(1, 0, "small");
   const Future large = call(1, 0, "large", {tensorOf(kMiB)});
   EXPECT_FALSE(eventually([&] { return small->completed() || large->completed(); }, milliseconds(200)));
@@ -136,7 +136,7 @@ TEST_F(DynamicGroupTest, LeavingWorkerAnswersEarlierRequestsAndGetsNoNewOnes) {
     agent(1).shutdown();
   });
   std::string error;
-  EXPECT_TRUE(eventually([&] { // once it is known that it leaves
+  EXPECT_TRUE(eventually([&] { // until worker 0 knows that 1 leaves
     const Future after = call(0, 1, "after");
     if (!eventually([&] { return after->completed(); }, milliseconds(50))) {
       return false;
@@ -209,7 +209,7 @@ TEST_F(DynamicGroupTest, WorkerThatIsLostIsReportedAndItsPlaceCanBeTaken) {
   (void)failure(call(0, 1, "?"));
   ASSERT_TRUE(eventually([&] { return lostBy(0) == std::vector<uint64_t>{session}; }));
   EXPECT_EQ(agent(0).getWorkerInfos().size(), 1u);
-  agent(1).shutdown(); // ends the agent here, before its address is taken again
+  agent(1).shutdown(); // ends the agent before another one takes its address
   agents_.erase(1);
   join(1, {0}, [](Message& /*request*/) { return completed("second life"); });
   ASSERT_TRUE(isAdmitted(1));

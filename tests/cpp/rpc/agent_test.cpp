@@ -169,7 +169,7 @@ TEST_F(AgentTest, WaitersAreWokenForTheirAnswers) {
       << "a lost wake-up shows as a sleep of its full bound, half a second";
 }
 
-// In Python `gil` is the GIL: a waiting thread takes it now and then, to handle signals, and a thread that completes a
+// `gil` stands for Python's GIL. A waiting thread sometimes takes it to handle signals, and a thread that completes a
 // future holds it.
 TEST_F(AgentTest, CompleterOfAFutureMayHoldALockThatItsWaiterWants) {
   std::mutex gil;
@@ -189,7 +189,7 @@ TEST_F(AgentTest, CompleterOfAFutureMayHoldALockThatItsWaiterWants) {
   whileWaiting_ = {};
 }
 
-// Answers of torch's own bookkeeping wake no thread: the thread that receives one completes the call. The completion of
+// An answer of torch's own bookkeeping wakes no thread: the thread that receives it completes the call. Completing
 // other calls may run user code.
 TEST_F(AgentTest, ReceiverOfABookkeepingAnswerCompletesTheCall) {
   std::mutex beforeCallback;

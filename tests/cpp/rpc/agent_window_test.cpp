@@ -126,7 +126,8 @@ TEST_F(AgentWindowTest, NestedLargeCallsBothWaysDoNotDeadlock) {
   }
 }
 
-// Handlers that wait for one another without calling out: the window is stalled, and lets one more in after a while.
+// If handlers wait for each other without calls of their own, the window is stalled. It admits one more message after a
+// while.
 TEST_F(AgentWindowTest, StalledWindowLetsTheNextOneIn) {
   start(
       2,
@@ -146,7 +147,7 @@ TEST_F(AgentWindowTest, StalledWindowLetsTheNextOneIn) {
   EXPECT_EQ(textOf(*answer(waiting)), "wait");
 }
 
-// A callback of a future runs when its answer has come. It may call out and wait, as a handler may.
+// A future's callback runs when the answer has arrived. Like a handler, it may make calls and wait.
 TEST_F(AgentWindowTest, CallbackThatWaitsForALargeAnswerGetsIt) {
   start(2, &echo, tiny());
   const auto nested = std::make_shared<std::atomic<int>>(0);

@@ -1,4 +1,4 @@
-// Calls of one worker, whose callee is the test: every future is completed once, failures with the reason.
+// Calls of one worker; the test is the callee. Every future is completed once, and a failure has its reason.
 
 #include "rpc/call_client.h"
 
@@ -34,7 +34,7 @@ TEST_F(CallClientTest, AnswerCompletesTheFutureOnAnAgentThread) {
   EXPECT_FALSE(calls_.isAwaited(one_.peer(2), id)) << "another worker was not asked";
   answerWith(id, "answer");
   EXPECT_EQ(textOf(*answer(future)), "answer");
-  // Callbacks run after the future has woken those who wait for it.
+  // The future wakes its waiters before it runs callbacks, so wait for the callback.
   EXPECT_NE(completedOn.get_future().get(), std::this_thread::get_id())
       << "a thread that only submits may hold locks of torch's";
   EXPECT_FALSE(calls_.isAwaited(one_.peer(1), id));
@@ -106,7 +106,7 @@ TEST_F(CallClientTest, EagerBytesAreGivenBackWithTheCall) {
 TEST_F(CallClientTest, CallFailsWithItsDeadlineAndNotBefore) {
   const Future future = call("call", milliseconds(500));
   (void)arrivedCall();
-  one_.advance(milliseconds(499)); // since the test began
+  one_.advance(milliseconds(499)); // 499 ms after the test began
   EXPECT_EQ(calls_.open(), 1u);
   one_.now.store(Timer::Clock::now() + milliseconds(501)); // the call was made before now
   one_.advance(milliseconds(0));
@@ -311,7 +311,7 @@ TEST_F(CallClientTest, CallerThatWaitsDrivesAndCompletesItsOwnCall) {
       wire::Kind::kResponse,
       id,
       encodeMessage(makeMessage(MessageType::PYTHON_RET, "answer"), caller, {}, &two_.messenger.transport()));
-  calls_.waitDriving(*future); // no other thread takes the frame in
+  calls_.waitDriving(*future); // this thread takes in the frame
   EXPECT_EQ(completedOn, std::this_thread::get_id());
   EXPECT_EQ(textOf(*answer(future)), "answer");
 }
@@ -322,7 +322,7 @@ TEST_F(CallClientTest, IdleWaitEndsWhenAnotherThreadCompletesTheFuture) {
   calls_.waitIdle(*future);
   EXPECT_TRUE(future->completed());
   other.join();
-  calls_.waitIdle(*future); // at once
+  calls_.waitIdle(*future); // returns at once
 }
 
 TEST_F(CallClientTest, WaitCanBeInterrupted) {

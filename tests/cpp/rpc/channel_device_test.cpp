@@ -1,4 +1,4 @@
-// In which order the streams of devices, and channels, use the memory of tensors.
+// The order in which channels, and the streams of devices, use the memory of tensors.
 
 #include "device_fixture.h"
 #include "rpc/channel.h"
@@ -24,7 +24,7 @@ class ChannelDeviceTest : public DeviceTest {
     return agent(0).channel().put(to, {"g", 0, "x"}, {std::move(tensors), false}, kPatienceMs);
   }
 
-  // Takes the value, and launches a kernel on each tensor, which notes the content. Its stream runs early.
+  // Takes the value, and launches a kernel on each tensor that notes its content. The kernel's stream runs early.
   std::vector<Look> take(std::optional<std::vector<at::Tensor>> into = {}) {
     std::future<std::vector<Look>> taken = std::async(std::launch::async, [&] {
       const c10::StreamGuard guard(latestStream());
@@ -63,7 +63,7 @@ TEST_F(ChannelDeviceTest, AValueIsReadWhenItsStreamHasMadeIt) {
 
 TEST_F(ChannelDeviceTest, ReceiversStreamWaitsForTheValue) {
   startWithMap(across_);
-  // Memory that streams of the receiver still read, so the value is written when these have run.
+  // The receiver's streams still read this memory, so the value is written only when they have run.
   const std::vector<Look> earlier = lookOnAllStreams(fake(1));
   put({onDevice(kLarge, 7), onDevice(kSmall, 8)});
   const std::vector<Look> looks = take();
@@ -121,7 +121,7 @@ TEST_F(ChannelDeviceTest, AValueForNoDeviceIsRefusedAtOnce) {
 
 TEST_F(ChannelDeviceTest, SenderHearsThatItsDeviceFails) {
   startWithMap(same_);
-  device_.launch(fake(), [] {}); // so the value waits for its stream
+  device_.launch(fake(), [] {}); // makes the value wait for its stream
   const auto sent = put({onDevice(kLarge, 7)});
   device_.fail(true);
   try {

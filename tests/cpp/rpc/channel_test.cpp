@@ -57,7 +57,7 @@ class ChannelTest : public SealedAgentTest {
     return "";
   }
 
-  // The announcement to worker 1 of 1 MiB, of which the caller says when it comes.
+  // Returns the announcement of 1 MiB to worker 1. The caller decides when it arrives.
   IncomingMessage largeValue(std::string_view tag) {
     wire::BodyWriter writer(0);
     wire::TensorRecord record{};
@@ -85,7 +85,7 @@ const std::vector<std::vector<at::Tensor>>& valuesOfAllSizes() {
   static const std::vector<std::vector<at::Tensor>> values = [] {
     std::vector<at::Tensor> many;
     for (int index = 0; index < 60; ++index) {
-      many.push_back(at::full({2000}, index)); // each is small, and together they do not fit into the body
+      many.push_back(at::full({2000}, index)); // small tensors, too many to fit into the body
     }
     return std::vector<std::vector<at::Tensor>>{
         {}, {at::ones({3})}, {at::ones({kMiB})}, {at::arange(9 * kMiB), at::ones({1})}, many};
@@ -162,7 +162,7 @@ TEST_F(ChannelTest, ValuesThatAreNotTakenWaitAtTheirSender) {
   EXPECT_EQ(take(1, 0, "2").front().numel(), large.numel()); // out of order
   channel(0).wait(third);
   EXPECT_EQ(channel(1).counts().untakenBytes, 40u * kMiB);
-  EXPECT_EQ(take(1, 0, "0").front().numel(), large.numel()); // makes room for the other one
+  EXPECT_EQ(take(1, 0, "0").front().numel(), large.numel()); // makes room for the last value
   channel(0).wait(second);
   EXPECT_EQ(take(1, 0, "1").front().numel(), large.numel());
   EXPECT_EQ(channel(1).counts().untakenBytes, 0u);
@@ -170,7 +170,7 @@ TEST_F(ChannelTest, ValuesThatAreNotTakenWaitAtTheirSender) {
 
 TEST_F(ChannelTest, SenderBlocksUntilItsSmallValuesAreTaken) {
   startInEpoch(2);
-  constexpr int kValues = 1000; // twice the bound of open bytes
+  constexpr int kValues = 1000; // twice the bound on open bytes
   std::atomic<int> count{0};
   std::future<void> sender = std::async(std::launch::async, [&] {
     for (int index = 0; index < kValues; ++index) {
@@ -257,7 +257,7 @@ TEST_F(ChannelTest, EndOfAnEpochIsToldToEachSenderOnce) {
   put(0, 1, "taken", {});
   EXPECT_TRUE(take(1, 0, "taken").empty());
   channel(1).advance("g", 1);
-  put(1, 0, "after", {}, 1); // overtakes no frame
+  put(1, 0, "after", {}, 1); // it cannot overtake an earlier frame
   channel(0).advance("g", 1);
   EXPECT_TRUE(take(0, 1, "after", 1).empty());
   EXPECT_EQ(refusals.load(), 1);

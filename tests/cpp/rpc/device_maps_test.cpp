@@ -60,7 +60,7 @@ TEST_F(DeviceMapsTest, TensorsThatShareMemoryStillDo) {
   EXPECT_EQ(received_[2].device(), fake(1));
 }
 
-// The body comes by rendezvous, together with its spans, so their devices are known only when they are there.
+// The body comes by rendezvous with its spans. So the receiver learns the spans' devices only when they have arrived.
 TEST_F(DeviceMapsTest, MessageWithALargeBodyArrivesOnTheDevice) {
   startWith(keep(), same_);
   std::vector<at::Tensor> sent{onDevice(kLarge, 5)};

@@ -53,7 +53,7 @@ class GroupTest : public testing::Test {
   RpcWorker& worker(Rank rank) {
     return *workers_.at(static_cast<size_t>(rank));
   }
-  // Enters a number for each worker, and returns the results.
+  // Enters the barrier for each worker with its number, and returns the results.
   std::vector<int64_t> barrier(const std::vector<int64_t>& values) {
     std::vector<int64_t> sums(values.size());
     std::vector<std::thread> threads;
@@ -115,7 +115,7 @@ TEST_F(GroupTest, WorkersOfOneMachineAreNeighbours) {
   RpcWorker& self = make(0);
   std::vector<Member> members = membersOf(3);
   members[1].bootId = members[0].bootId;
-  members[1].pidNamespace = 77; // where its process cannot be watched
+  members[1].pidNamespace = 77; // a process in another namespace cannot be watched
   self.group.addMembers(members);
   EXPECT_TRUE(self.peer(1).isNeighbour.load());
   EXPECT_FALSE(self.peer(2).isNeighbour.load());
@@ -281,11 +281,11 @@ class DynamicMembersTest : public GroupTest {
   ~DynamicMembersTest() override {
     network_.setFault({});
     for (const auto& worker : workers_) {
-      worker->close(); // no keeper writes notes any more
+      worker->close(); // no keeper may write notes any more
     }
   }
 
-  // Makes a worker that knows the earlier members; each knows it after admitting it.
+  // Makes a worker that knows the earlier members. Each member knows it after admitting it.
   RpcWorker& join(Rank rank) {
     RpcWorker& made = make(rank);
     made.group.setMembership(
@@ -430,7 +430,7 @@ TEST_F(DynamicMembersTest, RemovedMemberHearsAGoodbyeAndIsForgotten) {
   EXPECT_EQ(worker(0).parts.directory.find("w1"), nullptr);
   EXPECT_TRUE(eventually([&] { return removed.peer(0).state() == State::kFailed; }))
       << "it may be waiting for this worker";
-  worker(0).group.removeMember(memberOf(1).session); // nothing more
+  worker(0).group.removeMember(memberOf(1).session); // a second time does nothing
   worker(0).group.removeMember(4711);
 }
 

@@ -1,4 +1,4 @@
-// Entries of torch's books are released when a worker is gone, and vain waits end.
+// When a worker is gone, its entries in torch's tables are released, and vain waits end.
 
 #include "rpc/orphaned_state.h"
 
@@ -33,7 +33,7 @@ using torch::distributed::autograd::DistAutogradContainer;
 
 class OrphanedStateTest : public testing::Test {
  protected:
-  // torch keeps one set of books a process, of worker 0.
+  // torch has one set of tables a process. Here it is worker 0's.
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
     DistAutogradContainer::init(0);
@@ -53,7 +53,7 @@ class OrphanedStateTest : public testing::Test {
     }
   }
 
-  // A context of distributed autograd that a worker has opened.
+  // Opens a context of distributed autograd for a worker.
   int64_t openContext(Rank rank) {
     static int64_t count = 0;
     const int64_t id = (int64_t{rank} << 48) + ++count;
@@ -74,11 +74,11 @@ class OrphanedStateTest : public testing::Test {
     ASSERT_TRUE(peer.moveTo(state, peer.lost({ErrorCode::kPeerFailed, "it died"})));
     orphans_.onPeerGone(peer);
   }
-  // Waits until everything that was queued before is done.
+  // Waits until all queued work is done.
   void drain() {
     EXPECT_TRUE(eventually([&] { return worker_.holds() == 0; }));
   }
-  // The references that torch has deleted.
+  // Returns the references that torch has deleted.
   std::vector<std::pair<int64_t, int64_t>> deleted() {
     const std::lock_guard lock(mutex_);
     return deleted_;
@@ -88,7 +88,7 @@ class OrphanedStateTest : public testing::Test {
   std::vector<std::pair<int64_t, int64_t>> deleted_; // RRef and fork; guarded by mutex_
   Callback callback_{[this](Message& request) {
     const std::pair<RRefId, ForkId> ids = rpc::ForkMessageBase::fromMessage(request, MessageType::RREF_USER_DELETE);
-    (void)RRefContext::getInstance().delForkOfOwner(ids.first, ids.second); // as torch's own does
+    (void)RRefContext::getInstance().delForkOfOwner(ids.first, ids.second); // as torch's own handler does
     const std::lock_guard lock(mutex_);
     deleted_.emplace_back(ids.first.localId_, ids.second.localId_);
     return completed("");
@@ -176,7 +176,7 @@ TEST_F(OrphanedStateTest, RequestThatCameBeforeAGoodbyeStillMakesItsValue) {
 TEST_F(OrphanedStateTest, ValueOfAReplacedWorkerNeverComesInADynamicGroup) {
   orphans_.setDynamic();
   constexpr int64_t kFirst = int64_t{1} << 41;
-  const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // of worker 1's earlier life
+  const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // a value of worker 1's earlier life
   const auto fresh = RRefContext::getInstance().getOwnerRRef({1, kFirst + 9});
   Peer& before = worker_.peer(1);
   ASSERT_TRUE(before.moveTo(Peer::State::kFailed, before.lost({ErrorCode::kPeerFailed, "it died"})));
@@ -207,7 +207,7 @@ TEST_F(OrphanedStateTest, ContextOfAReplacedWorkerIsClosedInADynamicGroup) {
   taker.firstContextId = contextNumber(fresh);
   ASSERT_TRUE(before.moveTo(Peer::State::kFailed, before.lost({ErrorCode::kPeerFailed, "it died"})));
   worker_.directory.add(taker);
-  orphans_.onPeerGone(worker_.peer(2)); // another worker's end, long after the first one's
+  orphans_.onPeerGone(worker_.peer(2)); // worker 2 ends long after worker 1
   worker_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(eventually([&] { return !isOpen(late); }));
   EXPECT_TRUE(isOpen(fresh)) << "the worker with the rank now has opened it";
@@ -223,7 +223,7 @@ TEST_F(OrphanedStateTest, ContextsOfOthersAreClosedAtTheEndOfTheAgent) {
 
 TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {
   const FakeRpcAgent another(0);
-  // This worker has a timer of its own, so that tasks are added before threads start.
+  // This worker has its own timer, so that tasks are added before threads start.
   TestWorker worker(network_, 1, membersOf(3), others_.all);
   OrphanedState orphans(partsOf(worker), another, callback_);
   worker.startThreads();

@@ -1,4 +1,4 @@
-// The decision that a peer is gone, and its observers.
+// How a worker decides that a peer is gone, and tells observers.
 
 #include "rpc/peer_monitor.h"
 
@@ -57,7 +57,7 @@ class PeerMonitorTest : public testing::Test {
   Notes takeNotes() {
     return std::exchange(notes_, {});
   }
-  // The end of a peer, and its observers.
+  // Returns what both observers note of an end.
   static Notes told(const std::string& what) {
     return {"first: " + what, "second: " + what};
   }
@@ -128,7 +128,7 @@ TEST_F(PeerMonitorTest, EndOfAnEndpointIsAFailure) {
 }
 
 TEST_F(PeerMonitorTest, ControlFrameThatDoesNotLeaveLosesThePeer) {
-  two_.close(); // before this worker would have connected
+  two_.close(); // this worker has not connected yet
   one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   EXPECT_EQ(takeNotes(), told("w1 failed")) << "a worker may wait for it";
 }
@@ -214,7 +214,7 @@ TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
   one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge}); // makes the endpoint
   for (int time = 0; time < 100; ++time) {
     beat(1);
-    two_.takeIn(); // and answers
+    two_.takeIn(); // worker 1 answers
     one_.takeIn();
   }
   EXPECT_EQ(takeNotes(), Notes{});
@@ -237,7 +237,7 @@ TEST_F(PeerMonitorTest, WaitingMessageIsNoSilence) {
   one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   for (int time = 0; time < 100; ++time) {
     two_.messenger.postControl(two_.peer(0), {wire::Kind::kPong});
-    beat(1); // which takes it in
+    beat(1); // worker 0 takes in the message
   }
   EXPECT_EQ(takeNotes(), Notes{});
 }
@@ -251,9 +251,9 @@ TEST_F(PeerMonitorTest, ClosedAgentAsksNoPeer) {
 }
 
 TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
-  // A port without an accept().
+  // This port accepts no connection.
   int port = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  ASSERT_EQ(listen(port, 16), 0); // of all addresses
+  ASSERT_EQ(listen(port, 16), 0); // on all addresses
   sockaddr_in address{};
   socklen_t size = sizeof(address);
   ASSERT_EQ(getsockname(port, reinterpret_cast<sockaddr*>(&address), &size), 0);
@@ -270,9 +270,9 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
 
   one_.messenger.postControl(peer, {wire::Kind::kAcknowledge}); // makes the endpoint
   peer.connection->silence.heardSinceCheck = true;
-  one_.advance(3 * kLimit); // it is met
+  one_.advance(3 * kLimit); // the peer counts as met
   ::close(port);
-  // The connection ends, and the port refuses another.
+  // The lifeline ends, and the port refuses another.
   EXPECT_TRUE(one_.messenger.progress().driveUntil([&] { return peer.connection->silence.isDoubted; }, {}));
   EXPECT_EQ(takeNotes(), Notes{});
   one_.advance(3 * kLimit);
@@ -284,7 +284,7 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
 
 class WatchedProcessTest : public PeerMonitorTest {
  protected:
-  // Starts a process that ends with the pipe that it reads, and makes its member.
+  // Starts a process that ends when its pipe is closed, and makes its member.
   WatchedProcessTest() {
     EXPECT_EQ(pipe(pipe_), 0);
     child_ = fork();
@@ -325,7 +325,7 @@ TEST_F(WatchedProcessTest, EndOfAProcessIsSeenWithoutAnyMessage) {
   monitor_.watch(self_, {&one_.peer(7)});
   EXPECT_FALSE(one_.peer(7).needsHeartbeat.load());
   endProcess();
-  one_.lead(); // asleep, until the process has ended
+  one_.lead(); // sleeps until the process has ended
   EXPECT_EQ(takeNotes(), told("w7 failed"));
   EXPECT_EQ(one_.peer(7).failureOfGone().details().cause, "its process has ended");
   EXPECT_TRUE(one_.peer(7).hasEnded.load());

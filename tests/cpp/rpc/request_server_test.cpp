@@ -1,4 +1,4 @@
-// Requests to one worker, whose caller is the test: each is answered once, or refused with the reason.
+// Requests to one worker; the test is the caller. Each request is answered once, or refused with the reason.
 
 #include "rpc/request_server.h"
 
@@ -54,7 +54,7 @@ class RequestServerTest : public testing::Test {
     two_.messenger.post(callee, wire::Kind::kRequest, callId, std::move(message));
     one_.takeIn();
   }
-  // Waits for the answer to this call; null if it does not come.
+  // Waits for the answer to this call. Returns null if it does not come.
   c10::intrusive_ptr<Message> answerOf(uint64_t callId) {
     if (!eventually([&] {
           two_.takeIn();
@@ -73,7 +73,7 @@ class RequestServerTest : public testing::Test {
     }
     return decoded.message;
   }
-  // The next message to the caller.
+  // Returns the next message to the caller.
   Notes nextNotes() {
     Notes notes;
     EXPECT_TRUE(eventually([&] {
@@ -86,7 +86,7 @@ class RequestServerTest : public testing::Test {
   int64_t open() {
     return one_.peer(1).requestsOpen.load();
   }
-  // Makes calls 1 to 4 wait at the gate: all threads. Returns whether all have got there.
+  // Makes calls 1 to 4 wait at the gate, which takes all threads. Returns whether all have reached it.
   bool occupyAllThreads() {
     handler_ = [this](Message& request) {
       gate_.pass();
@@ -95,7 +95,7 @@ class RequestServerTest : public testing::Test {
     for (uint64_t callId = 1; callId <= 4; ++callId) {
       call(callId);
     }
-    // The timer makes the last thread, because one thread has to lead.
+    // The timer starts the last thread, since one thread must lead.
     return eventually([&] {
       one_.advance(std::chrono::milliseconds(10));
       return gate_.waiting() == 4;
@@ -307,7 +307,7 @@ TEST_F(RequestServerTest, AnswerOfWhichSomePartsHaveLeftIsRefusedWithTheReason) 
   EXPECT_EQ(caller_.takeNotes(), Notes{"refused: worker 'w0' could not send its answer: the device is on fire 8"});
 }
 
-// An endpoint that has failed refuses every message at once, until the loss of its peer has been handed out.
+// A failed endpoint refuses every message at once, until the loss of its peer is handed out.
 TEST_F(RequestServerTest, RefusalThatCannotBeSentIsDropped) {
   network_.setFault([](const wire::Header&, SendMode) { return LoopbackNetwork::Fate::kFail; });
   server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"}, false);

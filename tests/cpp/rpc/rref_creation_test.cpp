@@ -1,4 +1,4 @@
-// Calls of rpc.remote(): its owner and torch both learn how the creation of an RRef has ended.
+// Calls of rpc.remote(): the owner and torch both learn how the creation of an RRef has ended.
 
 #include "rpc/call_client.h"
 
@@ -35,7 +35,7 @@ class RRefCreationTest : public CallClientTest {
   }
 };
 
-// A thread that calls rpc.remote() may be interrupted for longer than the timeout, after the request has left.
+// After its request has left, a thread in rpc.remote() may be interrupted for longer than the timeout.
 TEST_F(RRefCreationTest, CreationThatTimesOutFailsOnceTorchKnowsItsRRef) {
   const Future creation = create();
   one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
@@ -61,7 +61,8 @@ TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
   EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
 }
 
-// torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of values to come.
+// torch deletes its reference as soon as rpc.remote() has timed out. Owners forget a deletion that arrives before the
+// value.
 TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
   const Future creation = create();
   const uint64_t id = callee_.requests.back().header.callId;
@@ -99,7 +100,7 @@ TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
   acknowledge(3);
   EXPECT_EQ(calls_.open(), 0u);
 
-  // A deletion after the answer goes to the owner once.
+  // A deletion after the answer is sent once.
   const Future again = deleteReference();
   acknowledge(4);
   EXPECT_EQ(answer(again)->type(), MessageType::RREF_ACK);
@@ -123,7 +124,7 @@ class FailedCreationTest : public RRefCreationTest {
   void refuse(uint64_t callId) {
     calls_.onRefused(one_.peer(1), callId, {ErrorCode::kOutOfThreads, "no thread left"});
   }
-  // The id of the last of `number` requests: the one that reports the failure to the owner.
+  // Returns the id of the last of `number` requests, which reports the failure to the owner.
   uint64_t failureThatIsSent(size_t number) {
     EXPECT_TRUE(eventually([&] {
       two_.takeIn();

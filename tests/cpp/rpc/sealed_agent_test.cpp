@@ -1,4 +1,4 @@
-// Jobs with a secret work as without, and refuse the frames of others.
+// Jobs with a secret work as without one, and refuse frames of other senders.
 
 #include "sealed_job.h"
 
@@ -11,12 +11,12 @@ TEST_F(SealedAgentTest, MessagesOfEverySizeAndShapeArrive) {
   EXPECT_TRUE(isAll(answer(call(0, 1, "inline", {tensorOf(kKiB, 2)}))->tensors()[0], 2));
   EXPECT_TRUE(isAll(answer(call(0, 1, "span", {tensorOf(kMiB, 3)}))->tensors()[0], 3));
 
-  const std::string payload(3 * kMiB, 'p'); // a span itself
+  const std::string payload(3 * kMiB, 'p'); // it is a span
   const auto both = answer(call(0, 1, payload, {tensorOf(kMiB, 4)}));
   EXPECT_EQ(textOf(*both), payload);
   EXPECT_TRUE(isAll(both->tensors()[0], 4));
 
-  std::vector<at::Tensor> many; // a body too large to be eager
+  std::vector<at::Tensor> many; // makes the body too large to be eager
   for (int number = 0; number < 30; ++number) {
     many.push_back(tensorOf(20 * kKiB, number));
   }
@@ -51,7 +51,7 @@ TEST_F(SealedAgentTest, FramesMayOvertakeEachOther) {
 TEST_F(SealedAgentTest, AFrameThatComesTwiceIsTakenOnce) {
   std::atomic<int> handled{0};
   AgentOptions options;
-  options.heartbeatLimit = milliseconds(0); // frames of heartbeats would be counted too
+  options.heartbeatLimit = milliseconds(0); // the count would include heartbeats
   start(
       2,
       [&](Message& request) {
@@ -159,11 +159,11 @@ TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
 
   wire::Header earlier = frame(wire::Kind::kRequest);
   earlier.sequence = 2;
-  earlier.targetSession ^= 1; // as of an earlier run
+  earlier.targetSession ^= 1; // like a frame of an earlier run
   sealer.sealFrame(earlier, body.size(), body);
   send(earlier, body);
   EXPECT_TRUE(isRefused(11));
-  earlier.targetSession ^= 1; // and with the address corrected
+  earlier.targetSession ^= 1; // now with the right session
   send(earlier, body);
   EXPECT_TRUE(isRefused(12));
   earlier.sequence = 0; // a genuine frame without a number could be repeated
@@ -253,7 +253,7 @@ TEST_F(SealedJoinTest, WorkerWithTheSecretIsAdmitted) {
   EXPECT_EQ(textOf(*answer(call(0, 1, "ok"))), "ok");
   EXPECT_EQ(joins_.load(), 1);
 
-  agent(1).group().announceJoin("record", {agent(0).session()}); // as a replay of the first
+  agent(1).group().announceJoin("record", {agent(0).session()}); // like a replay of the first join
   EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 1; }));
   EXPECT_EQ(joins_.load(), 1);
 }
@@ -269,7 +269,7 @@ TEST_F(SealedJoinTest, WorkerWithoutTheSecretIsNotRead) {
     const uint64_t before = metric(0, "agent.frames_refused");
     agent(1).group().announceJoin("record", {agent(0).session()});
     EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == before + 1; }));
-    agent(1).shutdown(); // and its goodbye
+    agent(1).shutdown(); // its goodbye is refused too
     EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == before + 2; }));
     agents_.erase(1);
   }

@@ -1,4 +1,4 @@
-// Deletions of references to RRefs that are not made yet: due again, once, when the owner has answered.
+// A deletion of a reference to an unmade RRef is due again, once, when the owner has answered.
 
 #include "rpc/unmade_rrefs.h"
 

@@ -32,7 +32,7 @@ TEST_F(ExecutorStopTest, StopDropsRequestsThatWait) {
 TEST_F(ExecutorStopTest, StopRunsCompletionsThatWait) {
   start(1);
   std::atomic<int> done{0};
-  // Blocked completions fill the threads up to their bound, so that the last one has to wait.
+  // Blocked completions take all threads up to the bound, so the last completion must wait.
   for (int count = 0; count < 5; ++count) {
     threads_->addCompletion([&] {
       gate_.pass();
@@ -58,7 +58,7 @@ TEST_F(ExecutorStopTest, CompletionAddedAfterStopIsRun) {
 
 TEST_F(ExecutorStopTest, StopWaitsForThreadsThatOnlyNeedACore) {
   start();
-  progress_.arrive([this] { gate_.pass(); }); // a leader that gets no core
+  progress_.arrive([this] { gate_.pass(); }); // like a leader that gets no core
   ASSERT_TRUE(eventually([this] { return gate_.waiting() == 1; }));
   std::thread core([this] {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));

@@ -57,7 +57,7 @@ TEST_F(ExecutorTest, RunsTasksOfOtherThreads) {
   EXPECT_TRUE(eventually([&] { return done.load() == 4000; }));
 }
 
-// A peer may be found dead before there is anything to lead.
+// A peer may be found dead before threads have started.
 TEST_F(ExecutorTest, TaskAddedBeforeTheStartRunsAfterIt) {
   make();
   std::atomic<int> run{0};
@@ -99,7 +99,7 @@ TEST_F(ExecutorTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
   for (int count = 0; count < 5; ++count) {
     threads_->addRequest([&] { later.fetch_add(1); });
   }
-  // Completions come and go without letting a further request start.
+  // Completions that begin and end let no further request start.
   std::atomic<int> completions{0};
   for (int count = 0; count < 50; ++count) {
     progress_.arrive([&] { threads_->addCompletion([&] { completions.fetch_add(1); }); });
@@ -230,7 +230,7 @@ TEST_F(ExecutorTest, CompletionThatArrivesDoesNotWaitBehindBlockedRequests) {
   EXPECT_TRUE(eventually([&] { return isDone.load(); }, std::chrono::seconds(5)));
 }
 
-// A timer, or a thread that calls its own worker, adds tasks while the leader sleeps and all others are blocked.
+// A timer, or a thread that calls its own worker, adds tasks while the leader sleeps and all other threads are blocked.
 class ExecutorBlockedTest : public ExecutorTest, public testing::WithParamInterface<size_t> {};
 
 TEST_P(ExecutorBlockedTest, CompletionAddedFromOutsideDoesNotWait) {
@@ -251,7 +251,7 @@ TEST_F(ExecutorTest, RequestAddedFromOutsideDoesNotWaitForBlockedOnes) {
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(5)));
 }
 
-// A chain in which each request waits for a later one. It ends only if a thread can always lead, and another run.
+// In this chain each request waits for a later one. It ends only if one thread can always lead and another can run.
 TEST_F(ExecutorTest, RequestsThatWaitForLaterOnesAreServed) {
   start();
   std::vector<Gate> gates(kMaxRequests);
@@ -299,7 +299,7 @@ TEST_F(ExecutorTest, CompletionsThatBlockLeaveAThreadForFailures) {
 
 TEST_F(ExecutorTest, FailuresComeBeforeOtherTasks) {
   start(1, 1);
-  blockRequests(1); // so that there is one other task at a time
+  blockRequests(1); // leaves one thread for other tasks
   std::vector<int> order;
   std::mutex mutex;
   const auto note = [&](int what) {
@@ -341,7 +341,7 @@ TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
   EXPECT_LE(started_.load(), 2 * 4 + 3);
 }
 
-// On busy cores a new thread takes a while to begin. Tasks that wait for it must not make further threads.
+// On busy cores a new thread takes a while to begin. Tasks that wait for it must not start further threads.
 TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
   std::atomic<bool> isOver{false};
   std::vector<std::thread> busy;

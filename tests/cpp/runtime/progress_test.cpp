@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A Progress over a loopback transport whose messages become events: their call ids.
+// A Progress over a loopback transport. Each message becomes an event, its call id.
 class TestEndpoint final : public TransportListener, private ProgressClient {
  public:
   // Called with the call ids of a batch, and the driver role of the thread that hands them out.
@@ -66,15 +66,15 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
       transport_->send(endpoint_, header, {}, SendMode::kEager, [](Error error) { EXPECT_FALSE(error); });
     });
   }
-  // Acts like an operation that makes an event without a request. Under the worker lock.
+  // Makes an event, like an operation without a request. The caller holds the worker lock.
   void arrive(uint64_t callId) {
     pending_.push_back(callId);
   }
-  // Set before threads drive.
+  // Call it before threads drive.
   void handTo(Hand hand) {
     hand_ = std::move(hand);
   }
-  // As the agent does when another thread completes a call. Set before threads drive.
+  // Wakes the waiting caller, as the agent does when another thread completes a call. Call it before threads drive.
   void wakeCallerForLeader() {
     handTo([this](const std::vector<uint64_t>& /*calls*/, const std::optional<Driver>& driver) {
       if (driver && driver->role == Role::kLeader) {
@@ -87,10 +87,10 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   std::atomic<uint64_t> toLeaders{0};
   std::atomic<uint64_t> toWaitingCaller{0};
   std::atomic<int> deferredStarts{0};
-  // A device's message is ready after this many questions; guarded by the worker lock.
+  // A device's message is ready after this many questions. The worker lock guards it.
   int questionsUntilReady = 0;
   static constexpr uint64_t kReady = 77; // the call id of that message
-  bool asksAgain = false; // some starts ask for another start; guarded by the worker lock
+  bool asksAgain = false; // some starts ask for another one; the worker lock guards it
   uint64_t all() const {
     return withoutDriver.load() + toLeaders.load() + toWaitingCaller.load();
   }
@@ -214,7 +214,7 @@ TEST_P(ProgressTest, EventsOfAnOperationAreDispatchedWithoutTheLock) {
   std::vector<uint64_t> got;
   a_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& driver) {
     EXPECT_FALSE(driver) << "it has only submitted an operation";
-    a_.progress.run([&] { got.insert(got.end(), calls.begin(), calls.end()); }); // takes the lock
+    a_.progress.run([&] { got.insert(got.end(), calls.begin(), calls.end()); }); // run() takes the lock
   });
   a_.progress.submit([&] { a_.arrive(1); });
   EXPECT_EQ(got, std::vector<uint64_t>{1});
@@ -230,7 +230,7 @@ TEST_P(ProgressTest, DeferredWorkIsStartedOnRequest) {
   EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "after the operation; what it asked for is done with that";
 }
 
-// If only the timer asked, a message would wait for up to 50 us, and for a wake-up.
+// If only the timer asked the device, a message would wait up to 50 us, and for a wake-up.
 TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
   if (Spinning::usableCores() < 2) {
     GTEST_SKIP() << "the other side may need the core";
@@ -239,7 +239,7 @@ TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
   for (int attempt = 0; attempt < 100 && !isReady; ++attempt) { // the thread may be interrupted for too long
     a_.progress.run([&] { a_.questionsUntilReady = 3; });
     int asked = 0;
-    (void)a_.progress.lead([&] { return ++asked == 2; }); // the second time right before it sleeps
+    (void)a_.progress.lead([&] { return ++asked == 2; }); // it asks a second time right before it sleeps
     a_.progress.run([&] { isReady = a_.questionsUntilReady == 0; });
   }
   EXPECT_TRUE(isReady);
@@ -285,7 +285,7 @@ TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
     for (std::thread& submitter : submitters) {
       submitter.join();
     }
-    // No other event is needed: the last holder of the lock has looked at the queue.
+    // No other event is needed: the last holder of the lock has checked the queue.
     int seen = 0;
     EXPECT_TRUE(eventually([&] {
       a_.progress.run([&] { seen = total; });
@@ -330,7 +330,7 @@ TEST_P(ProgressTest, WakeEndsASleepThatIsDone) {
 TEST_P(ProgressTest, OneCallerDrivesAtATime) {
   std::atomic<bool> isDone{false};
   std::thread first([&] {
-    while (!isDone.load()) { // this thread's look may have come first, and one looks for half a second
+    while (!isDone.load()) { // the other thread may drive, and a turn lasts up to half a second
       (void)a_.progress.driveUntil([&] { return isDone.load(); }, 1);
     }
   });
@@ -358,8 +358,8 @@ TEST_P(ProgressTest, DriverNamesTheAwaitedCall) {
   EXPECT_EQ(awaited.load(), 7u);
 }
 
-// A call in miniature, thousands of times: a caller that drives while it waits sends to an echo, while an agent thread
-// leads. Each answer is delivered once, to one of the two.
+// Small calls, thousands of times: a caller that drives while it waits sends to an echo, while an agent thread leads.
+// One of the two gets each answer, once.
 TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   constexpr uint64_t kCalls = 5000;
   a_.connect(b_);
@@ -413,7 +413,8 @@ TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
   EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45 + stalls.seconds());
 }
 
-// A leader that is woken for nothing wakes the waiting caller, and stays out of its way. The caller ends and arms.
+// A leader that wakes up for nothing wakes the waiting caller, and lets it drive. The caller ends and arms the
+// transport.
 TEST_P(ProgressTest, LeaderTakesOverFromACallerThatItWoke) {
   constexpr uint64_t kRounds = 101;
   a_.connect(b_);
@@ -432,10 +433,11 @@ TEST_P(ProgressTest, LeaderTakesOverFromACallerThatItWoke) {
     ASSERT_TRUE(eventually([&] { return b_.all() == round; })) << round;
     delays.push_back(Clock::now() - began);
   }
-  EXPECT_LT(median(delays).count(), 0.01); // a leader that does not see it leaves every message for 20 ms
+  EXPECT_LT(median(delays).count(), 0.01); // a leader that misses this leaves each message for 20 ms
 }
 
-// While absences are short, a leader polls. After some longer ones, which it does not see, the caller arms and goes.
+// While the caller is away for short times, a leader polls. After longer absences, which the leader does not see, the
+// caller arms the transport and goes.
 TEST_P(ProgressTest, LeaderThatPollsTakesOverFromACallerThatArms) {
   constexpr uint64_t kRounds = 51;
   a_.connect(b_);
@@ -504,7 +506,7 @@ TEST_P(ProgressTest, CloseComesAfterEarlierOperations) {
     a_.progress.close([&] { order.emplace_back("closed"); });
   });
   a_.progress.run([&] {
-    a_.arrive(1); // a batch, which this thread hands out before it looks at the queue again
+    a_.arrive(1); // this thread hands out the batch before it checks the queue again
     a_.progress.submit([&] { order.emplace_back("sent"); });
   });
   EXPECT_EQ(order, (std::vector<std::string>{"sent", "closed"})) << "a message sent last has to leave";

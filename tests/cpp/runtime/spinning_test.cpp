@@ -12,9 +12,9 @@ class SpinningTest : public testing::Test {
  protected:
   using Clock = Spinning::Clock;
   using Awaited = Spinning::Awaited;
-  static constexpr auto kShort = std::chrono::microseconds(5); // between two looks of a thread that spins
+  static constexpr auto kShort = std::chrono::microseconds(5); // between two checks of a spinning thread
 
-  // Looks again after `later`.
+  // Asks again after `later`.
   bool spin(Spinning::Wait& wait, Awaited awaited = Awaited::kMessage, Clock::duration later = kShort) {
     now_ += later;
     return wait.spin(awaited, now_);

@@ -156,7 +156,7 @@ TEST_F(TimerTest, StopEndsASleepThatWouldTakeForEver) {
   timer_.stop();
 }
 
-// Linux may wake a thread 50 us late by default, and devices are asked every 50 us.
+// By default Linux may wake a thread 50 us late. The timer asks devices every 50 us.
 TEST_F(TimerTest, ThreadIsWokenInTime) {
   std::atomic<int> slackNs{0};
   Timer::Task& task = timer_.add([&](TimePoint /*now*/) {
@@ -167,7 +167,7 @@ TEST_F(TimerTest, ThreadIsWokenInTime) {
   task.dueNow();
   ASSERT_TRUE(eventually([&] { return slackNs.load() != 0; }));
   EXPECT_LE(slackNs.load(), 5000);
-  timer_.stop(); // before the objects that the task uses are gone
+  timer_.stop(); // the task uses objects that end before the timer
 }
 
 TEST_F(TimerTest, NeverStartedCanBeStopped) {

@@ -1,4 +1,4 @@
-// The end of a sleep, and the events found then.
+// How a sleep ends, and which events it finds.
 
 #include "runtime/wait_set.h"
 
@@ -56,7 +56,7 @@ TEST(WaitSetTest, ASleepReturnsItsEnd) {
 TEST(WaitSetTest, EachWakeUpIsAnEvent) {
   const Signal transport;
   WaitSet set(transport.fd);
-  for (int round = 0; round < 3; ++round) { // the counter of the descriptor is never read
+  for (int round = 0; round < 3; ++round) { // the set never reads the counter of the descriptor
     set.wake();
     EXPECT_EQ(set.sleep(), Slept::kUntilWoken);
   }
@@ -140,9 +140,9 @@ TEST(WaitSetTest, AFullFileTableIsNamedAndNothingStaysOpen) {
   rlimit limit{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
   rlimit tight = limit;
-  const int next = dup(transport.fd); // the lowest number that is free
+  const int next = dup(transport.fd); // the lowest free number
   ::close(next);
-  tight.rlim_cur = static_cast<rlim_t>(next) + 2; // two of three
+  tight.rlim_cur = static_cast<rlim_t>(next) + 2; // the set can open two files and needs three
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &tight), 0);
   std::string what;
   try {

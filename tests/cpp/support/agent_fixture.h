@@ -1,6 +1,6 @@
 #pragma once
 
-// Agents of one process over a loopback network: the whole path of a call, with faults on demand.
+// Agents in one process over a loopback network: the whole path of a call, with faults on demand.
 
 #include "rpc/agent.h"
 
@@ -64,7 +64,7 @@ class AgentTest : public testing::Test {
     member.name = "w" + std::to_string(rank);
     member.host = "host";
     member.pid = 1000 + rank;
-    member.bootId = "machine " + std::to_string(rank); // each as if on a machine of its own
+    member.bootId = "machine " + std::to_string(rank); // each looks as if on its own machine
     member.session = session;
     member.address = address;
     return member;
@@ -74,7 +74,7 @@ class AgentTest : public testing::Test {
     return network_.makeTransport("address " + std::to_string(rank));
   }
 
-  // The members as worker `rank` gets them; in a job with a secret, with its keys.
+  // Returns the members as worker `rank` gets them. In a job with a secret they include its keys.
   virtual std::vector<Member> asToldTo(worker_id_t /*rank*/, std::vector<Member> members) {
     return members;
   }
@@ -142,7 +142,7 @@ class AgentTest : public testing::Test {
     return std::stoull(agent(rank).getMetrics().at(name));
   }
 
-  // Messages of this kind from this worker: held, dropped, ... A body is eager up to a size, spans are not.
+  // Sets the fate of messages of this kind from this worker. A body is eager up to a size, spans are not.
   void fault(wire::Kind kind, worker_id_t source, Fate fate) {
     network_.setFault([=](const wire::Header& header, SendMode /*mode*/) {
       return header.kind == kind && header.sourceRank == static_cast<uint32_t>(source) ? fate : Fate::kDeliver;
@@ -151,7 +151,7 @@ class AgentTest : public testing::Test {
 
   uint64_t poolBytesAtStart_ = 0;
   std::atomic<bool> isInterrupted_{false};
-  std::function<void()> whileWaiting_; // called by waiting callers now and then; set before they wait
+  std::function<void()> whileWaiting_; // waiting callers call it now and then; set it before they wait
   LoopbackNetwork network_;
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   std::map<worker_id_t, std::shared_ptr<UcxRpcAgent>> agents_;

@@ -18,8 +18,8 @@
 
 namespace torch_ucx_rpc {
 
-// Several workers' barriers in one thread. Their frames, and the news of each other's ends, wait until deliver() is
-// called: in order between two workers, in any order otherwise, as on a network.
+// Several workers' barriers in one thread. Their frames, and the news of ends, wait until deliver() is called. As on a
+// network, they keep their order between two workers, and are in any order otherwise.
 class Job {
  private:
   // One worker's view of the others, and its link to them.
@@ -71,7 +71,7 @@ class Job {
     return nodes_[static_cast<size_t>(rank)]->barrier;
   }
 
-  // `rank` says goodbye, or dies. All others notice, or only its contacts, each in its own time.
+  // `rank` says goodbye, or dies. All others notice, or only its contacts, each at its own time.
   void leave(Rank rank) {
     end(rank, false);
   }
@@ -87,7 +87,7 @@ class Job {
     doOnlyContactsNotice_ = true;
   }
 
-  // `rank` alone loses `other`.
+  // Only `rank` loses `other`.
   void lose(Rank rank, Rank other) {
     notice(rank, other, true);
   }
@@ -149,7 +149,7 @@ class Job {
   bool names(Rank rank, Rank dead) {
     return result(rank).lost.message().find("worker 'w" + std::to_string(dead) + "'") != std::string::npos;
   }
-  // The numbers of frames that `rank` has sent, and of its contacts.
+  // Return the numbers of frames that `rank` has sent, and of its contacts.
   int sent(Rank rank) {
     return sent_[rank];
   }

@@ -17,7 +17,7 @@
 
 namespace torch_ucx_rpc {
 
-// Calls of worker 0, whose callee is the test.
+// Calls of worker 0. The test is the callee.
 class CallClientTest : public testing::Test {
  protected:
   explicit CallClientTest(const std::vector<Member>& members = membersOf(3)) : members_(members) {
@@ -46,7 +46,7 @@ class CallClientTest : public testing::Test {
     two_.takeIn();
     return callee_.requests.empty() ? ~0ull : callee_.requests.back().header.callId;
   }
-  // Answers as the callee, and lets the caller take the answer in.
+  // Answers as the callee, and lets the caller take in the answer.
   void answerWith(uint64_t callId, const c10::intrusive_ptr<Message>& message) {
     Peer& caller = two_.peer(0);
     two_.messenger.post(

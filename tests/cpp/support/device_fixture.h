@@ -27,7 +27,7 @@ inline c10::Stream latestStream(c10::Device device = fake()) {
   return c10::Stream(c10::Stream::UNSAFE, device, kPoolStreams);
 }
 
-// Notes the contents that a kernel on the current stream finds in a tensor. Does not keep the tensor.
+// Notes what a kernel on the current stream finds in a tensor. It does not keep the tensor.
 class Look {
  public:
   explicit Look(const at::Tensor& tensor) {
@@ -98,7 +98,7 @@ class DeviceTest : public AgentTest {
     return future;
   }
 
-  // The answer, while the device runs.
+  // Runs the device until the answer comes.
   c10::intrusive_ptr<Message> answerWhileRunning(const Future& future) {
     EXPECT_TRUE(eventually([&] {
       device_.run();
@@ -107,7 +107,7 @@ class DeviceTest : public AgentTest {
     return answer(future);
   }
 
-  // On each stream, so that the receiving stream is busy whichever it is, and gives out memory that is still read.
+  // Looks on each stream. So the receiving stream is busy, whichever it is, and gives out memory that is still read.
   static std::vector<Look> lookOnAllStreams(c10::Device device) {
     std::vector<Look> looks;
     for (c10::StreamId stream = 0; stream <= kPoolStreams; ++stream) {
@@ -117,7 +117,7 @@ class DeviceTest : public AgentTest {
     return looks;
   }
 
-  // This call has gone the same way and come back, so the driver has looked at the waiting messages.
+  // Makes a call without tensors. When it returns, the driver has checked the waiting messages.
   void exchangeWithoutTensors() {
     const int before = handled_.load();
     (void)answer(call(0, 1, "no tensors"));
@@ -127,7 +127,7 @@ class DeviceTest : public AgentTest {
   FakeDevice& device_ = FakeDevice::instance();
   const Devices devices_{fake(0), fake(1)};
   const DeviceMap same_{{fake(0), fake(0)}, {fake(1), fake(1)}};
-  const DeviceMap across_{{fake(0), fake(1)}}; // the sender's device is idle while the receiver's is not
+  const DeviceMap across_{{fake(0), fake(1)}}; // only the receiver's device is busy
   std::atomic<int> handled_{0};
   std::vector<at::Tensor> received_;
   size_t blocksAtStart_ = 0;

@@ -12,8 +12,7 @@ namespace torch_ucx_rpc {
 
 class EventLog {
  public:
-  // Hands out all events so far, as a thread that only submitted an operation does. Returns what the handlers were
-  // told.
+  // Hands out all events so far, as a thread that only submitted an operation does. Returns what the handlers noted.
   std::vector<std::string> take(const std::optional<Driver>& driver = {}) {
     if (const std::unique_ptr<EventBatch> batch = buffer.take()) {
       batch->dispatch(driver);
@@ -22,7 +21,7 @@ class EventLog {
   }
 
   Handlers handlers;
-  // While this is set, work is left to the executor, which never runs it.
+  // While this is set, work goes to the executor, which never runs it.
   std::shared_ptr<void> life;
 
  private:

@@ -7,10 +7,11 @@
 
 namespace torch_ucx_rpc {
 
-// Far longer than any step here takes, with sanitizers on a busy machine too; far below the limit of a hung test.
+// Far longer than any step takes, even with sanitizers on a busy machine, and far below the limit of a hung test.
 inline constexpr auto kPatience = std::chrono::seconds(30);
 
-// Asks until the condition holds; false if it does not in time. For states that no condition variable announces.
+// Asks until the condition holds. Returns false if it does not hold in time. For states that no condition variable
+// announces.
 template <typename Condition>
 [[nodiscard]] bool eventually(Condition condition, std::chrono::milliseconds patience = kPatience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
@@ -18,7 +19,7 @@ template <typename Condition>
     if (std::chrono::steady_clock::now() > deadline) {
       return false;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1)); // between two looks, not instead of one
+    std::this_thread::sleep_for(std::chrono::milliseconds(1)); // between two questions
   }
   return true;
 }

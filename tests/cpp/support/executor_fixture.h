@@ -18,7 +18,7 @@
 
 namespace torch_ucx_rpc {
 
-// Stands for Progress: sleeps in lead() until something is delivered or it is woken.
+// Replaces Progress: sleeps in lead() until something is delivered, or until it is woken.
 class FakeProgress final : public Leader {
  public:
   bool lead() override {
@@ -37,7 +37,7 @@ class FakeProgress final : public Leader {
     leaders_.fetch_sub(1);
     return true;
   }
-  // Something arrives: `deliver` runs on the leader, which adds tasks in it.
+  // Makes something arrive: the leader runs `deliver`, which adds tasks.
   void arrive(Executor::Task deliver) {
     const std::lock_guard lock(mutex_);
     delivered_.push_back(std::move(deliver));
@@ -63,7 +63,7 @@ class FakeProgress final : public Leader {
 // An executor whose leader is a FakeProgress.
 class ExecutorFixture : public testing::Test {
  protected:
-  // More than the machine has cores, so that both rules for new threads are met.
+  // More than the machine has cores, so that both rules for new threads apply.
   static constexpr size_t kMaxRequests = 12;
 
   void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
@@ -109,7 +109,7 @@ class ExecutorFixture : public testing::Test {
 
   Gate gate_;
   FakeProgress progress_;
-  std::atomic<bool> isDone_{false}; // set by tasks that may outlast the body of a failing test
+  std::atomic<bool> isDone_{false}; // tasks set it that may outlast a failing test's body
   std::atomic<int> started_{0};
   std::atomic<int> ended_{0};
   Timer timer_;

@@ -1,9 +1,9 @@
 #pragma once
 
-// A device type whose streams run when the test says. Accesses that streams and events do not order then show. There
-// are two devices, privateuseone:0 and :1, and their memory is the host's. As with CUDA, allocations belong to the
-// stream that was current. Released memory is given to the same stream again at once, or after all work that the
-// streams recorded on it had by then. It is overwritten in the order of that stream. The host's pinned memory is
+// A device type whose streams run when the test says. So accesses that streams and events do not order show. There are
+// two devices, privateuseone:0 and :1, and their memory is the host's. As with CUDA, an allocation belongs to the
+// stream that was current. Its released memory goes to the same stream again: at once, or after the work so far of the
+// streams recorded on it. Released memory is overwritten in the order of its stream. The host's pinned memory is
 // overwritten at once.
 
 #include <ATen/ATen.h>
@@ -37,7 +37,7 @@ inline constexpr c10::DeviceIndex kFakeDevices = 2;
 inline constexpr c10::StreamId kPoolStreams = 64; // of each pool: 1, 2, ...; stream 0 is the default one
 inline constexpr int kPools = 2; // of priority 0, and of -1
 inline constexpr c10::StreamId kStreams = 1 + kPools * kPoolStreams;
-inline constexpr std::byte kReleased{0xEE}; // the filling of released memory
+inline constexpr std::byte kReleased{0xEE}; // fills released memory
 
 inline c10::Device fake(c10::DeviceIndex index = 0) {
   return {kFake, index};
@@ -54,26 +54,26 @@ class FakeDevice final : public c10::Allocator {
     return *device;
   }
 
-  // From now on, new blocks are of this memory instead of the heap's.
+  // From now on, new blocks come from this source instead of the heap.
   void takeMemoryFrom(std::function<Memory(size_t bytes)> source) {
     const std::lock_guard lock(mutex_);
     source_ = std::move(source);
   }
 
-  // Enqueues on the stream of the device that is current on this thread.
+  // Enqueues a kernel on this thread's current stream of the device.
   void launch(c10::Device device, Kernel kernel) {
     const std::lock_guard lock(mutex_);
     enqueue({device.index(), currentStream(device.index())}, std::move(kernel));
   }
 
-  // Runs all that can run, the latest streams first and each as far as it can: the order in which most goes wrong.
+  // Runs all work that can run, the latest streams first and each as far as it can: this order shows most faults.
   void run() {
     const std::lock_guard lock(mutex_);
     while (runOnce()) {
     }
   }
 
-  // Whether everything has run.
+  // Whether all work has run.
   bool isIdle() {
     const std::lock_guard lock(mutex_);
     return std::all_of(queues_.begin(), queues_.end(), [](const auto& entry) { return entry.second.empty(); });
@@ -90,7 +90,7 @@ class FakeDevice final : public c10::Allocator {
     return busy;
   }
 
-  // From now on, like CUDA's, an event on an idle stream is not done at once, but when the device runs next.
+  // From now on an event on an idle stream is done only when the device next runs, as with CUDA.
   void completeEventsLater(bool isLater) {
     const std::lock_guard lock(mutex_);
     completesEventsLater_ = isLater;
@@ -151,7 +151,7 @@ class FakeDevice final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  // For the guard.
+  // The guard uses these.
   static c10::DeviceIndex& currentDevice() {
     thread_local c10::DeviceIndex device = 0;
     return device;
@@ -172,7 +172,7 @@ class FakeDevice final : public c10::Allocator {
   static int priorityOf(c10::StreamId stream) {
     return stream == 0 ? 0 : -static_cast<int>((stream - 1) / kPoolStreams);
   }
-  // Takes the stream whose turn it is, as another user would.
+  // Takes the stream whose turn it is after some turns, as another user would.
   void skipPoolStreamAfter(int turns) {
     const std::lock_guard lock(mutex_);
     turnsUntilSkip_ = turns;
@@ -235,21 +235,21 @@ class FakeDevice final : public c10::Allocator {
   };
   struct Work {
     Kernel kernel;
-    std::shared_ptr<Event> awaited; // instead
+    std::shared_ptr<Event> awaited; // if set, there is no kernel
   };
   struct Block {
     Memory memory;
     size_t bytes;
     StreamKey stream;
     std::set<StreamKey> users; // recorded
-    std::vector<std::shared_ptr<Event>> uses; // released, but not free before these
+    std::vector<std::shared_ptr<Event>> uses; // released, but in use until these are done
   };
 
   void enqueue(const StreamKey& stream, Kernel kernel) {
     queues_[stream].push_back({std::move(kernel), nullptr});
   }
 
-  // Done when the stream has come to it. On an idle stream: at once, or when the device runs.
+  // Completes the event when the stream comes to it. On an idle stream that is at once, or when the device next runs.
   void complete(const StreamKey& stream, const std::shared_ptr<Event>& event) {
     if (queues_[stream].empty() && !completesEventsLater_) {
       event->isDone = true;
@@ -321,7 +321,7 @@ class FakeDevice final : public c10::Allocator {
   std::recursive_mutex mutex_;
   std::function<Memory(size_t bytes)> source_ = [](size_t bytes) { return std::make_shared<std::byte[]>(bytes); };
   std::map<StreamKey, std::deque<Work>> queues_;
-  std::map<std::pair<c10::DeviceIndex, int>, c10::StreamId> poolTurns_; // of each pool of a device
+  std::map<std::pair<c10::DeviceIndex, int>, c10::StreamId> poolTurns_; // for each pool of a device
   int turnsUntilSkip_ = 0;
   std::map<std::pair<StreamKey, size_t>, std::vector<Block*>> idle_;
   std::vector<Block*> released_;
@@ -448,7 +448,7 @@ inline const bool isFakeAllocatorSet = [] {
   return true;
 }();
 
-// The memory of a tensor of the fake device, for kernels.
+// Returns the memory of a tensor of the fake device as a host tensor, for kernels.
 inline at::Tensor hostView(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
 }
@@ -485,10 +485,10 @@ inline at::Tensor fakeEmptyStrided(
       dtype.value_or(at::kFloat));
 }
 
-// Copies in stream order. The host's source may change afterwards, unless it is pinned and the copy is non-blocking;
-// its memory is kept until then, as by torch's pool. A host target has its data on return, as with CUDA for memory that
-// is not pinned, unless the copy is non-blocking. Between devices the source's stream copies once the target's has come
-// to it, as with CUDA.
+// Copies in stream order, as CUDA does. A host source may change after the return, unless it is pinned and the copy is
+// non-blocking. Then its memory is kept until the copy, as by torch's pool. A host target has its data on return,
+// unless the copy is non-blocking. Between devices the source's stream copies once the target's stream has come to the
+// copy.
 inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {

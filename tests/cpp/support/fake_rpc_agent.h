@@ -1,6 +1,6 @@
 #pragma once
 
-// An agent of torch's that does nothing, for objects that only ask which one is torch's current one.
+// An agent for torch that does nothing, for objects that only ask which agent is torch's current one.
 
 #include "torch_messages.h"
 
@@ -18,13 +18,13 @@ class FakeRpcAgent final : public rpc::RpcAgent {
             rpc::WorkerInfo("w" + std::to_string(rank), rank),
             std::make_unique<Callback>(&echo),
             std::chrono::milliseconds(60'000)) {
-    // torch asks for it whenever it reads a message.
+    // torch asks for the resolver whenever it reads a message.
     setTypeResolver(
         std::make_shared<rpc::TypeResolver>([](const c10::QualifiedName&) { return c10::StrongTypePtr({}, {}); }));
   }
   ~FakeRpcAgent() override {
     if (rpcAgentRunning_.load()) {
-      shutdown(); // else ~RpcAgent would, and find shutdownImpl() gone
+      shutdown(); // else ~RpcAgent would do it, when shutdownImpl() is gone
     }
   }
 

@@ -9,7 +9,7 @@
 
 namespace torch_ucx_rpc {
 
-// Whether `isSo` holds in a process that is forked from this one.
+// Returns whether `isSo` holds in a process that is forked from this one.
 inline bool inForkedProcess(const std::function<bool()>& isSo) {
   const pid_t child = fork();
   if (child == 0) {

@@ -112,14 +112,14 @@ class Handlers : public AnswerHandler,
     note("put refused in " + group, epoch);
   }
 
-  // The events since the last time: "request 7", ...
+  // Returns the events since the last call, such as "request 7".
   std::vector<std::string> takeNotes() {
     return std::exchange(notes_, {});
   }
 
   EventHandlers all{this, this, this, this, this};
-  uint64_t abandonedCall = ~0ull; // a call whose caller has given up
-  uint64_t shortRequest = ~0ull; // the request that a driver may run itself
+  uint64_t abandonedCall = ~0ull; // the caller of this call has given up
+  uint64_t shortRequest = ~0ull; // a driver may run this request itself
   Verdict::Fate fateOfPuts = Verdict::Fate::kReceive;
   std::vector<IncomingMessage> answers;
   std::vector<IncomingMessage> requests;

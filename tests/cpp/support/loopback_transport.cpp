@@ -14,8 +14,7 @@
 
 namespace torch_ucx_rpc {
 
-// Everything that crosses between transports, hence threads, is guarded by the network's mutex; callbacks run without
-// it.
+// The network's mutex guards everything that goes between transports, and so between threads. Callbacks run without it.
 class LoopbackTransport final : public Transport {
  public:
   LoopbackTransport(LoopbackNetwork* network, std::string name)
@@ -101,7 +100,7 @@ class LoopbackTransport final : public Transport {
           break;
       }
     }
-    if (done) { // everything but a rendezvous under way, whose operation has it now
+    if (done) { // a rendezvous in flight has moved it into its operation
       done(std::move(failure));
     }
   }
@@ -142,7 +141,7 @@ class LoopbackTransport final : public Transport {
   }
 
   // A callback may throw. So each item is taken out before its callback runs, and the next call handles the rest. Items
-  // that callbacks bring about also wait for the next call.
+  // that callbacks add also wait for the next call.
   unsigned progress() override {
     size_t completedBefore = 0;
     size_t arrivedBefore = 0;
@@ -182,7 +181,7 @@ class LoopbackTransport final : public Transport {
   }
 
   bool arm() override {
-    uint64_t count = 0; // read before the look: what comes after it signals again
+    uint64_t count = 0; // read it before checking: later items signal again
     (void)!read(eventFd_, &count, sizeof(count));
     const std::lock_guard lock(network_->mutex_);
     return arrived_.empty() && completed_.empty() && dead_.empty() && failing_.empty();
@@ -238,7 +237,7 @@ class LoopbackTransport final : public Transport {
     OperationDone done;
   };
 
-  // The first of what peers have put there.
+  // Takes the first item that peers have put there.
   template <class T>
   std::optional<T> take(std::deque<T>& things) {
     const std::lock_guard lock(network_->mutex_);
@@ -267,7 +266,7 @@ class LoopbackTransport final : public Transport {
     } catch (const std::exception&) {
       const std::lock_guard lock(network_->mutex_);
       completeLocked(*delivery.rendezvous, {ErrorCode::kOutOfMemory, "loopback: the receiver had no memory"});
-      announced->reset(); // the listener may have kept the handle: it is void from now on
+      announced->reset(); // the listener may have kept the handle, which is now void
     }
   }
 
@@ -320,13 +319,13 @@ class LoopbackTransport final : public Transport {
   std::vector<Endpoint> endpoints_;
   uint64_t nextOperation_ = 0;
   std::unordered_map<uint64_t, Operation> operations_;
-  std::deque<std::pair<EndpointId, std::string>> failing_; // the listener has not heard; and how they have failed
+  std::deque<std::pair<EndpointId, std::string>> failing_; // failures to be reported, with the reasons
   std::unordered_set<void*> handles_;
 
-  // Guarded by the network's mutex: written by peers.
+  // Peers write these; the network's mutex guards them.
   std::deque<LoopbackNetwork::Delivery> arrived_;
   std::deque<std::pair<uint64_t, Error>> completed_;
-  std::deque<std::pair<std::string, std::string>> dead_; // the endpoints to this name fail, and how
+  std::deque<std::pair<std::string, std::string>> dead_; // endpoints to this name fail, with this reason
 };
 
 std::unique_ptr<Transport> LoopbackNetwork::makeTransport(const std::string& name) {
@@ -344,7 +343,7 @@ void LoopbackNetwork::setFault(Fault fault) {
 void LoopbackNetwork::deliverLocked(Delivery delivery) {
   const auto target = transports_.find(delivery.to);
   if (target != transports_.end() &&
-      transports_.contains(delivery.from)) { // else as on a real network: it goes nowhere
+      transports_.contains(delivery.from)) { // else the delivery is lost, as on a real network
     target->second->arrived_.push_back(std::move(delivery));
     target->second->signal();
   }

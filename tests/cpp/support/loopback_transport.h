@@ -16,15 +16,15 @@ namespace torch_ucx_rpc {
 
 class LoopbackTransport;
 
-// An in-process network for tests: transports that reach each other by name, with faults on demand. Thread-safe; each
-// transport is single-threaded like any other, and several may belong to several threads. It must outlive its
-// transports.
+// An in-process network for tests: transports reach each other by name, with faults on demand. The network is
+// thread-safe. Like any transport, each of its transports belongs to one thread. The network must outlive them.
 class LoopbackNetwork {
  public:
   enum class Fate { kDeliver, kDrop, kDuplicate, kHold, kFail };
 
-  // Decides on every message, on the sending thread, with the network locked. Without one, everything is delivered.
-  // - kDrop: the message vanishes while its sender believes it sent; a rendezvous stays pending for ever.
+  // Decides the fate of every message, on the sending thread, with the network locked. Without it, everything is
+  // delivered.
+  // - kDrop: the message vanishes, and the sender takes it for sent; a rendezvous stays pending for ever.
   // - kHold: it waits for releaseHeld().
   // - kFail: the send completes with an error.
   using Fault = std::function<Fate(const wire::Header& header, SendMode mode)>;
@@ -34,26 +34,27 @@ class LoopbackNetwork {
 
   void setFault(Fault fault);
 
-  // Sets what transports answer to canShare(); true by default.
+  // Sets the result of canShare() of all transports; true by default.
   void shareDeviceMemory(bool isShared) {
     isDeviceMemoryShared_.store(isShared);
   }
 
-  // Sets deviceMemoryRefusal() of all transports, before there are any.
+  // Sets deviceMemoryRefusal() of all transports. Call it before making any.
   void refuseDeviceMemory(Error why) {
     deviceMemoryRefusal_ = std::move(why);
   }
 
-  // The rendezvous so far that were in memory of a device on one side only. Real transports copy these in small pieces.
+  // Returns how many rendezvous so far were in device memory on only one side. Real transports copy these in small
+  // pieces.
   uint64_t mixedRendezvous() const {
     return mixedRendezvous_.load();
   }
 
-  // Delivers the held messages, the latest first, for tests of reordering.
+  // Delivers the held messages, the latest first, to test reordering.
   void releaseHeld();
 
-  // Behaves as if the connection by which `from` sends to `to` was reset: what is under way there is lost, without what
-  // is held, and the endpoints of `from` fail. It may make others.
+  // Behaves as if the connection from `from` to `to` were reset: messages in flight on it are lost, except held ones,
+  // and the endpoints of `from` fail. `from` may make others.
   void reset(const std::string& from, const std::string& to);
 
   // Behaves as if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
@@ -67,8 +68,8 @@ class LoopbackNetwork {
     LoopbackTransport* sender;
     uint64_t operation;
     std::span<const std::byte> bytes;
-    Memory memory = Memory::kHost; // where they lie
-    bool isCompleted = false; // the sender's operation has completed: the bytes are no longer ours to read
+    Memory memory = Memory::kHost; // the place of the bytes
+    bool isCompleted = false; // the sender's operation has completed, so the bytes must not be read
   };
   struct Delivery {
     wire::Header header;

@@ -9,7 +9,7 @@
 
 namespace torch_ucx_rpc {
 
-// The outcome of one transport operation. Its destruction checks that its callback was called exactly once, so declare
+// The outcome of one transport operation. The destructor checks that the callback was called exactly once, so declare
 // it before the transports.
 class Outcome {
  public:
@@ -29,7 +29,7 @@ class Outcome {
   bool isDone() const {
     return calls_.load() != 0;
   }
-  // Once it is done.
+  // Call it once the operation is done.
   const Error& error() const {
     return error_;
   }

@@ -13,7 +13,7 @@
 
 namespace torch_ucx_rpc {
 
-// Receives when the test says so.
+// A transport that receives when the test says so.
 class PatientTransport final : public Transport {
  public:
   struct Receive {
@@ -73,7 +73,7 @@ class PatientTransport final : public Transport {
   void abandon(EndpointId /*endpoint*/) override {}
   void close(int64_t /*limitMs*/) override {}
 
-  // Completes the first requested receive. Its bytes are its handle.
+  // Completes the first requested receive. The bytes are its handle.
   void complete(Error error = {}) {
     Receive first = std::move(asked.front());
     asked.pop_front();

@@ -24,7 +24,7 @@ namespace torch_ucx_rpc {
 
 class RpcWorker {
  public:
-  // Its members are added by the test, with Group::addMembers() or Directory::add().
+  // The test adds the members, with Group::addMembers() or Directory::add().
   RpcWorker(
       LoopbackNetwork& network,
       Rank rank,

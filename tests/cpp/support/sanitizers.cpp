@@ -1,13 +1,13 @@
-// The settings of sanitizers in the C++ tests. They are part of every test, so that it is the same by hand, in ctest
-// and in a debugger. Only builds with TORCH_UCX_RPC_SANITIZE have them (cmake/Tests.cmake).
+// The settings of sanitizers in the C++ tests. They are compiled into every test, so that a test runs the same by hand,
+// in ctest and in a debugger. Only builds with TORCH_UCX_RPC_SANITIZE have them (cmake/Tests.cmake).
 
 #define RUNTIME_READS extern "C" __attribute__((visibility("default"))) const char*
 
 // NOLINTBEGIN(bugprone-reserved-identifier): the names are the sanitizers' own
 
 RUNTIME_READS __asan_default_options() {
-  // One test asks for memory that cannot be had: it is to be refused as malloc refuses it. Another test measures
-  // memory: freed memory counts, and by default 256 MiB of it are kept.
+  // One test asks for more memory than exists, and the sanitizer must refuse it as malloc does. Another test measures
+  // memory, and by default the sanitizer keeps 256 MiB of freed memory.
   return "allocator_may_return_null=1:detect_stack_use_after_return=1:check_initialization_order=1:"
          "strict_string_checks=1:quarantine_size_mb=16";
 }
@@ -30,8 +30,8 @@ RUNTIME_READS __tsan_default_options() {
 }
 
 RUNTIME_READS __tsan_default_suppressions() {
-  // The last reference to a tensor is often dropped within torch's libraries. They are not instrumented. So
-  // ThreadSanitizer does not see how their count of references orders that after what others did with theirs:
+  // The last reference to a tensor is often dropped within torch's libraries, which are not instrumented. So
+  // ThreadSanitizer does not see that the reference count orders this drop after all other uses of the tensor:
   // https://clang.llvm.org/docs/ThreadSanitizer.html#limitations
   return "race:c10::TensorImpl::~TensorImpl\n";
 }

@@ -6,8 +6,8 @@
 
 namespace torch_ucx_rpc {
 
-// A job with a secret, over the loopback network. Its keys are given out as torch_ucx_rpc/_bootstrap/secret.py does,
-// but readable.
+// A job with a secret, over the loopback network. Its keys have the same roles as in
+// torch_ucx_rpc/_bootstrap/secret.py, but are readable.
 class SealedAgentTest : public AgentTest {
  protected:
   static std::string keyOf(worker_id_t from, worker_id_t to) {
@@ -27,7 +27,7 @@ class SealedAgentTest : public AgentTest {
   }
 };
 
-// The same, with a forger of frames.
+// A job with a secret, and a forger of frames.
 class ForgedFrameTest : public SealedAgentTest {
  protected:
   void SetUp() override {
@@ -55,7 +55,7 @@ class ForgedFrameTest : public SealedAgentTest {
   }
 
   std::atomic<int> handled_{0};
-  uint64_t callId_ = 1'000'000; // beyond what the workers themselves call
+  uint64_t callId_ = 1'000'000; // greater than the workers' own call ids
 };
 
 } // namespace torch_ucx_rpc

@@ -13,7 +13,7 @@
 
 namespace torch_ucx_rpc {
 
-// Finishes sends when the test says so, and notes all requests.
+// A transport that finishes sends when the test says so, and notes all requests.
 class SendingTransport final : public Transport {
  public:
   struct Send {
@@ -102,7 +102,7 @@ class SendingTransport final : public Transport {
     }
   }
 
-  // The oldest send under way, or the send at a place after it.
+  // Finishes the oldest open send, or the one at `index` after it.
   void finish(Error error = {}, size_t index = 0) {
     OperationDone done = std::move(sent[index].done);
     sent.erase(sent.begin() + static_cast<std::ptrdiff_t>(index));
@@ -117,16 +117,16 @@ class SendingTransport final : public Transport {
   }
 
   Error connectError;
-  std::map<size_t, Error> sendErrors; // of sends that fail at once, by their number
-  Error networkError; // of connectOverNetwork() alone
+  std::map<size_t, Error> sendErrors; // for sends that fail at once, by number
+  Error networkError; // for connectOverNetwork() only
   std::vector<std::string> connected; // addresses, by endpoint
-  std::deque<Send> sent; // and not finished
+  std::deque<Send> sent; // sends that are not finished
   size_t begun = 0;
   std::vector<EndpointId> abandoned;
   int repairs = 0;
   int scans = 0;
-  int repairsNeeded = 1; // until no slot blocks the queue
-  RepairState notWhole = RepairState::kUndecided; // until then
+  int repairsNeeded = 1; // repairs until no slot blocks the queue
+  RepairState notWhole = RepairState::kUndecided; // the result until then
 
  private:
   const std::string address_ = "sending";

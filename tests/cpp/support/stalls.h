@@ -7,8 +7,8 @@
 
 namespace torch_ucx_rpc {
 
-// Measures by how much a sleeping thread of this process oversleeps. That is the machine's doing, so a time may exceed
-// its bound by as much.
+// Measures by how much a sleeping thread of this process oversleeps. A busy machine causes that, so a test may let a
+// time exceed its bound by as much.
 class Stalls {
  public:
   Stalls()
@@ -25,14 +25,14 @@ class Stalls {
     thread_.join();
   }
 
-  // All of them so far together.
+  // Returns all stalls so far together.
   double seconds() const {
     return seconds_.load();
   }
 
  private:
   static constexpr auto kPeriod = std::chrono::milliseconds(5);
-  static constexpr auto kHarmless = std::chrono::milliseconds(50); // turns of the processor
+  static constexpr auto kHarmless = std::chrono::milliseconds(50); // waits for a processor
 
   std::atomic<bool> isOver_{false};
   std::atomic<double> seconds_{0};

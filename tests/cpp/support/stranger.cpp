@@ -1,5 +1,5 @@
 // A process outside of the job that sends given frames over UCX: stranger <file>, see stranger.h. It exits with 0 when
-// the worker has taken or refused all of it.
+// the worker has taken or refused all frames.
 
 #include "stranger.h"
 
@@ -24,7 +24,7 @@ class Deaf final : public TransportListener {
   }
 };
 
-// More would be UCX's own memory on both sides.
+// With more, UCX itself would take memory on both sides.
 constexpr size_t kInFlight = 64;
 constexpr auto kPatience = std::chrono::seconds(60);
 
@@ -68,7 +68,7 @@ int main(int argumentCount, char** arguments) {
       transport->send(endpoint, shot.header, data, shot.mode, [&](const Error& error) { hasFailed |= bool(error); });
       progressTo(kInFlight);
     }
-    progressTo(0); // header and data are lent until then
+    progressTo(0); // UCX reads the header and the data until then
   }
   const bool isDone = transport->operationsInFlight() == 0;
   transport->close(1000);

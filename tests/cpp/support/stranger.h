@@ -6,14 +6,14 @@
 
 #include <cstdint>
 
-// The file by which stranger_test instructs the program `stranger`: the address of a worker, its length in front, and
-// then shots.
+// The file with the orders of stranger_test for the program `stranger`: the length and text of a worker's address, then
+// shots.
 
 namespace torch_ucx_rpc {
 
 struct Shot {
   wire::Header header;
-  uint64_t dataBytes; // follow in the file
+  uint64_t dataBytes; // these bytes follow in the file
   uint32_t times;
   SendMode mode;
 };

@@ -1,7 +1,7 @@
 #pragma once
 
-// The parts of a worker up to its Messenger, wired as in an agent and cranked by the test. The clock is the test's. No
-// thread drives: frames are taken in, and events handed out, when the test says so.
+// The parts of a worker up to its Messenger, connected as in an agent. The test drives them, and sets the clock. No
+// thread drives: the worker takes in frames, and hands out events, when the test says so.
 
 #include "eventually.h"
 #include "loopback_transport.h"
@@ -21,7 +21,7 @@
 
 namespace torch_ucx_rpc {
 
-// A worker of a job, each as if on a machine of its own, so that no process is watched.
+// Returns a member of a job. Each looks as if on its own machine, so no process is watched.
 inline Member memberOf(Rank rank) {
   Member member;
   member.rank = rank;
@@ -87,7 +87,7 @@ class TestWorker {
       directory.add(member);
     }
   }
-  // Its messages to itself are copied without tensors, unless `options` say otherwise.
+  // Messages to itself are copied without tensors, unless `options` say otherwise.
   template <typename... Options>
   TestWorker(
       LoopbackNetwork& network,
@@ -106,7 +106,7 @@ class TestWorker {
   void startThreads() {
     executor->start(leader_);
   }
-  // The same, and these threads receive like an agent's: for tests whose own threads wait.
+  // Like startThreads(), and the threads receive like an agent's. For tests whose own threads wait.
   void startDriving() {
     executor->start(messenger);
   }
@@ -135,12 +135,12 @@ class TestWorker {
   void endLifetime() {
     alive_.reset();
   }
-  // Work that holds the agent, and would outlast its shutdown.
+  // Returns the number of holders of the agent, which would outlast its shutdown.
   long holds() const {
     return alive_.use_count() - 1;
   }
 
-  // The order of UcxRpcAgent::shutdownImpl(). Idempotent.
+  // Ends the parts in the order of UcxRpcAgent::shutdownImpl(). Idempotent.
   void close() {
     if (std::exchange(isClosed_, true)) {
       return;
@@ -172,8 +172,8 @@ class TestWorker {
   Messenger messenger;
 };
 
-// Lets workers take in each other's frames, and the resulting ones, often enough to announce, fetch and finish a large
-// message.
+// Lets workers take in each other's frames, and the frames that result, often enough to announce, fetch and finish a
+// large message.
 template <typename... Workers>
 void exchange(Workers&... workers) {
   for (int round = 0; round < 8; ++round) {
@@ -181,7 +181,7 @@ void exchange(Workers&... workers) {
   }
 }
 
-// A message with a body of so many bytes, and spans, all of the same value.
+// Returns a message with a body of this size and with a span.
 inline std::unique_ptr<OutgoingMessage> makeOutgoing(
     size_t bodyBytes, std::span<const std::byte> span = {}, std::unique_ptr<Lender> lender = nullptr) {
   auto message = std::make_unique<OutgoingMessage>();
@@ -194,7 +194,7 @@ inline std::unique_ptr<OutgoingMessage> makeOutgoing(
   return message;
 }
 
-// Notes its destruction.
+// A lender that notes its destruction.
 class CountingLender final : public Lender {
  public:
   explicit CountingLender(std::atomic<int>& destroyed, bool mayRunUserCode = false)

@@ -1,6 +1,6 @@
 #pragma once
 
-// Messages of torch's, their futures, and handlers of requests, for tests.
+// Messages of torch, their futures, and handlers of requests, for tests.
 
 #include "base/rpc_failure.h"
 #include "eventually.h"
@@ -86,7 +86,7 @@ inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// `bytes` of tensor, every element `value`.
+// Returns a tensor of this many bytes, with all elements `value`.
 inline at::Tensor tensorOf(uint64_t bytes, double value = 1) {
   return at::full({static_cast<int64_t>(bytes / sizeof(float))}, value);
 }
@@ -112,10 +112,10 @@ class Callback final : public rpc::RequestCallback {
   const Handler handler_;
 };
 
-// Ends the wait of a caller, as Ctrl-C does.
+// This exception ends the wait of a caller, as Ctrl-C does.
 struct Interrupted {};
 
-// Waits for the call to fail with one of RPC's own failures; nothing if it ends otherwise.
+// Waits until the call fails with one of RPC's own failures, and returns that. Returns nothing if it ends otherwise.
 inline std::optional<RpcFailure> rpcFailure(const Future& future) {
   EXPECT_TRUE(eventually([&] { return future->completed(); })) << "neither an answer nor an error";
   if (future->hasError()) {
@@ -130,7 +130,7 @@ inline std::optional<RpcFailure> rpcFailure(const Future& future) {
   return std::nullopt;
 }
 
-// The failure of RPC that something throws; nothing if it throws none.
+// Returns the failure of RPC that an operation throws, or nothing.
 template <typename Operation>
 std::optional<RpcFailure> rpcFailureOf(Operation operation) {
   try {

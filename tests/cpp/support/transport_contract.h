@@ -1,4 +1,4 @@
-// The implementations of transport/transport.h, and the fixture of the tests that run on each.
+// The implementations of transport/transport.h, and the fixture of the tests that run on all of them.
 
 #pragma once
 
@@ -29,7 +29,7 @@ namespace torch_ucx_rpc {
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
 
-// The network between the transports of a test.
+// Makes and ends the transports of a test, which share a network.
 class TransportFactory {
  public:
   virtual ~TransportFactory() = default;
@@ -67,7 +67,7 @@ class UcpFactory final : public TransportFactory {
     transport.reset();
   }
   bool showsDeath() const override {
-    return !lanes_.empty(); // shared memory is watched by process, and this process lives on
+    return !lanes_.empty(); // shared memory shows only the end of a process, and this process lives on
   }
 
  private:
@@ -92,7 +92,7 @@ inline void PrintTo(const Implementation& implementation, std::ostream* out) {
 
 struct Arrival {
   wire::Header header;
-  Bytes bytes; // of an eager message
+  Bytes bytes; // the bytes of an eager message
   void* rendezvous = nullptr;
   uint64_t rendezvousBytes = 0;
 };
@@ -137,7 +137,7 @@ class TestEndpoint final : public TransportListener {
   std::deque<Arrival> arrivals;
   std::vector<EndpointId> failed;
   bool isOutOfMemory = false;
-  size_t lacks = 0; // messages for which there was no memory
+  size_t lacks = 0; // the number of messages without memory for them
   std::function<void()> afterwards; // runs at the end of each callback, and may throw
 
  private:
@@ -226,7 +226,7 @@ class TransportContractTest : public testing::TestWithParam<Implementation> {
     return true;
   }
 
-  // Progresses all transports until all have been idle for a while, to show that something does not happen.
+  // Progresses all transports many times, to show that something does not happen.
   void progressAWhile() {
     for (int round = 0; round < 2000; ++round) {
       progress();

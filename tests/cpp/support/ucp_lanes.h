@@ -8,7 +8,7 @@
 
 namespace torch_ucx_rpc {
 
-// A transport of UCX over `lanes`: UCX_TLS is set to them while it is made. Empty: UCX's own choice of lanes.
+// Makes a UCX transport over `lanes`, to which it sets UCX_TLS for the moment. If `lanes` is empty, UCX chooses.
 inline std::unique_ptr<Transport> makeUcpTransportOver(const std::string& lanes) {
   if (lanes.empty()) {
     return makeUcpTransport(2);

@@ -11,7 +11,7 @@
 
 namespace torch_ucx_rpc {
 
-// The value of a count, by its name in torch_ucx_rpc.statistics().
+// Returns the value of a count by its name in torch_ucx_rpc.statistics().
 inline uint64_t valueOf(const std::vector<Count>& counts, std::string_view name) {
   const auto found = std::ranges::find_if(counts, [&](const Count& count) { return count.name == name; });
   if (found == counts.end()) {

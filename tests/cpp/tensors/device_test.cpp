@@ -40,7 +40,7 @@ TEST_F(DeviceTest, TensorOnAnIdleStreamWaitsForNoEvent) {
 TEST_F(DeviceTest, MessageAsksFewStreams) {
   startWith(keep(), same_);
   for (const int64_t elements : {kSmall, kLarge}) {
-    // Each thread asks once more, for the device's context.
+    // Each thread asks once more, to get the device's context.
     uint64_t fewest = std::numeric_limits<uint64_t>::max();
     for (int round = 0; round < 20; ++round) {
       const uint64_t before = device_.questions();
@@ -68,7 +68,7 @@ TEST_F(DeviceTest, TensorBeyondTheEndOfItsStorageIsRefused) {
     sent.storage().set_nbytes(sent.nbytes() - 1);
     EXPECT_THROW((void)call(0, 1, "", {sent}), c10::Error);
   }
-  (void)answer(call(0, 1, "", {onDevice(kSmall, 7)})); // the next one arrives
+  (void)answer(call(0, 1, "", {onDevice(kSmall, 7)})); // the next message arrives
 }
 
 TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
@@ -83,7 +83,8 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
       },
       same_,
       same_);
-  // The memory of each request is released before the handler's kernel has read it. The next request must not get it.
+  // Each request's memory is released before the handler's kernel has read it. The next request must not get that
+  // memory.
   std::vector<Future> futures;
   for (int number = 0; number < 4; ++number) {
     futures.push_back(call(0, 1, "", {onDevice(kLarge, number)}));
@@ -135,7 +136,7 @@ TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
   std::vector<Look> looks;
   startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // would be received into the memory of the first
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // it must not get the first one's memory
   device_.run();
   ASSERT_EQ(looks.size(), 2u);
   EXPECT_TRUE(looks[0].hasSeen(5));
@@ -155,11 +156,11 @@ TEST_F(DeviceTest, WaitingCallersStreamIsOrderedAfterTheAnswer) {
   startWith([&](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); }, {}, {{c10::kCPU, fake()}});
   Future future = call(0, 1, "");
   ASSERT_TRUE(eventually([&] { return future->completed(); }));
-  const c10::StreamGuard guard(latestStream()); // runs first, if nothing holds it up
+  const c10::StreamGuard guard(latestStream()); // runs first, unless it waits
   future->wait();
   c10::intrusive_ptr<Message> response = future->value().toCustomClass<Message>();
   const Look look(response->tensors().at(0));
-  response.reset(); // and the memory must last
+  response.reset(); // the memory must live on
   future.reset();
   EXPECT_FALSE(look.hasSeen(5)) << "nothing has run yet";
   device_.run();
@@ -218,7 +219,7 @@ TEST_F(DeviceTest, AnswerMadeOnAnotherStreamIsReadWhenThatHasMadeIt) {
 TEST_F(DeviceTest, UnreadyMessageDelaysNoOther) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
-  std::vector<at::Tensor> all; // the parts that may be under way at a time
+  std::vector<at::Tensor> all; // as many parts as may be in flight
   for (size_t number = 0; number < PushShare::kMaxParts; ++number) {
     all.push_back(onDevice(kSmall, 1));
   }
@@ -228,7 +229,7 @@ TEST_F(DeviceTest, UnreadyMessageDelaysNoOther) {
   (void)answerWhileRunning(waiting);
 }
 
-// torch's allocator gives memory back to its stream while kernels there still read it.
+// torch's allocator gives released memory back to its stream while kernels there still read it.
 TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
   startWith(keep(), across_);
   const std::vector<Look> looks = lookOnAllStreams(fake(1));
@@ -239,7 +240,8 @@ TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
 }
 
-// UCX copies such tensors in small pieces: they are received into pinned memory, and copied on the handler's streams.
+// UCX would copy such tensors in small pieces. So they arrive in pinned memory, and are copied on the handler's
+// streams.
 TEST_F(DeviceTest, HostTensorsTakeDeviceMemoryOnlyOnArrival) {
   startWith(keep(), {{c10::kCPU, fake(1)}});
   const uint64_t pinned = FakeHostAllocator::allocations();
@@ -257,7 +259,7 @@ TEST_F(DeviceTest, SenderCopiesTensorsForTheHost) {
   at::Tensor sent = onDevice(kLarge, 0);
   device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
   const Future future = call(0, 1, "", {sent});
-  device_.launch(fake(), [view = hostView(sent)] { view.fill_(9); }); // it has been copied before
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(9); }); // the copy has been made before this
   sent.reset();
   exchangeWithoutTensors();
   EXPECT_FALSE(future->completed());
@@ -280,13 +282,13 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
       {{fake(1), fake(0)}, {fake(0), c10::kCPU}});
   at::Tensor sent;
   {
-    const c10::StreamGuard guard(latestStream()); // the memory goes back to this one, which runs before the caller's
+    const c10::StreamGuard guard(latestStream()); // the memory goes back to this stream, which runs before the caller's
     sent = onDevice(kLarge, 5);
   }
   device_.launch(fake(), [view = hostView(sent)] { view.add_(2); });
   const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
   sent.reset();
-  const c10::intrusive_ptr<Message> response = answer(future); // an answer that goes to the CPU makes the device run
+  const c10::intrusive_ptr<Message> response = answer(future); // waiting for an answer on the CPU runs the device
   device_.run();
   ASSERT_EQ(looks.size(), 2u);
   EXPECT_TRUE(looks[0].hasSeen(7));
@@ -296,19 +298,19 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
   EXPECT_TRUE(isAll(response->tensors().at(1), 5));
 }
 
-// UCX's CUDA transports need that.
+// UCX's CUDA transports need a context on the driving thread.
 TEST_F(DeviceTest, DriverHasAContext) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   std::thread caller([&] {
     EXPECT_TRUE(eventually([&] {
-      agent(0).calls().waitDriving(*call(0, 1, "")); // drives, unless the answer has arrived already
+      agent(0).calls().waitDriving(*call(0, 1, "")); // drives, unless the answer is already here
       return device_.threads().contains(std::this_thread::get_id());
     }));
   });
   caller.join();
 }
 
-// Otherwise large tensors for devices would go one after the other, for lack of memory that they do not need.
+// Otherwise large tensors for devices would wait for each other, for host memory that they do not need.
 TEST_F(DeviceTest, TensorsForDevicesTakeNothingOfTheHostsWindow) {
   startWith(
       [this](Message& /*request*/) {
@@ -396,7 +398,7 @@ TEST_F(DeviceTest, DeviceWithoutMemoryHasNotFailed) {
       DevicePool::Source::kReplacedTorch, {}, [](const c10::DeviceType&) -> c10::Allocator* {
         TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory is left");
       });
-  for (const int64_t elements : {kSmall, kLarge}) { // copied by the decoder, and received there
+  for (const int64_t elements : {kSmall, kLarge}) { // the decoder copies the first, the second arrives in place
     const std::string what = failure(call(0, 1, "", {onDevice(elements, 1)}));
     EXPECT_TRUE(contains(what, "no memory is left")) << what;
     EXPECT_FALSE(contains(what, "failed")) << what;
@@ -409,7 +411,7 @@ TEST_F(DeviceTest, DeviceWithoutMemoryHasNotFailed) {
 TEST_F(DeviceTest, FailureOfTheDeviceReachesTheCaller) {
   startWith(
       [&](Message& /*request*/) {
-        device_.fail(true); // as a kernel of the handler may
+        device_.fail(true); // a kernel of the handler may do this
         return reply({onDevice(kLarge, 1)});
       },
       same_,

@@ -1,4 +1,4 @@
-// The tensors that the encoder refuses, and its errors. Modes of the calling thread do not change the codec.
+// The tensors that the encoder refuses, and its errors. The calling thread's modes do not affect the codec.
 
 #include "tensors/sendable.h"
 
@@ -40,7 +40,7 @@ void expectText(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
-// Does the same as untyped_storage().resize_(bytes).
+// Resizes the storage as untyped_storage().resize_(bytes) does.
 at::Tensor withStorageOf(at::Tensor tensor, int64_t bytes) {
   c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
@@ -111,7 +111,7 @@ TEST(SendableTest, KindsWithoutMemoryAreRefusedWithTheirCure) {
         "belongs to a transform of torch.func");
     const std::vector<at::Tensor> rows = {at::rand({size}), at::rand({3})};
     expectText(refusal({at::_nested_tensor_from_tensor_list(rows)}), "is a nested tensor; send tensor.unbind()");
-    // As torch.Tensor._make_wrapper_subclass() makes one.
+    // torch.Tensor._make_wrapper_subclass() makes such a tensor.
     expectText(
         refusal({at::for_blob(nullptr, {size}).target_device(at::kCPU).options(at::kFloat).make_tensor()}),
         "has no memory of its own");

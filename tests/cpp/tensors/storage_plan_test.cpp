@@ -1,4 +1,4 @@
-// The storages of a message, in the body or as spans. Tensors are only described here.
+// How the storages of a message are placed, in the body or as spans. The tensors are only descriptions.
 
 #include "tensors/storage_plan.h"
 
@@ -45,7 +45,7 @@ TEST_F(StoragePlanTest, RegionsThatOverlapAreOneStorage) {
   const c10::Storage owner = memory(kKiB);
   add(owner, 400, 100);
   add(owner, 0, 200);
-  add(owner, 100, 200); // overlaps the one before, and not the first
+  add(owner, 100, 200); // overlaps the second region, and not the first
   const std::vector<PlannedStorage> storages = planStorages(tensors_);
   ASSERT_EQ(storages.size(), 2u);
   EXPECT_EQ(storages[0].begin, owner.data());

@@ -184,7 +184,7 @@ TEST(TensorCodecTest, DtypesWhoseElementsShareBytesArrive) {
       EXPECT_EQ(std::memcmp(received.const_data_ptr(), sent.const_data_ptr(), bytes), 0);
       EXPECT_TRUE(received.q_per_channel_scales().equal(sent.q_per_channel_scales()));
     }
-    // For torch the view begins behind the end of its storage, so nothing of it may be read.
+    // For torch the view begins beyond the end of its storage, so nothing may be read.
     const at::Tensor view = at::quantize_per_tensor(at::ones({4, 8}), 1, 0, dtype).narrow(0, 3, 1);
     ASSERT_GT(view.storage_offset(), view.storage().nbytes());
     const at::Tensor beyond = travel(view);
@@ -256,7 +256,7 @@ TEST(TensorCodecTest, SparseIndicesOutsideTheTensorAreRefused) {
   }
 }
 
-// The first tensor record lies behind the prefix and one storage record for each storage.
+// The first tensor record comes after the prefix and the storage records.
 wire::TensorRecord& firstRecord(IncomingMessage& incoming) {
   wire::BodyPrefix prefix;
   std::memcpy(&prefix, incoming.eagerBody.data(), sizeof(prefix));
@@ -291,7 +291,7 @@ TEST(TensorCodecTest, RecordsThatTorchCouldNotHaveMadeAreRefused) {
     firstRecord(incoming).itemBytes = 2;
     EXPECT_EQ(decodeError(std::move(incoming)).code(), ErrorCode::kProtocol) << "items of another size";
   }
-  for (const int64_t axis : {int64_t{2}, int64_t{-1}, int64_t{1}, int64_t{1} << 40}) { // of axis 1 it has 8, not 6
+  for (const int64_t axis : {int64_t{2}, int64_t{-1}, int64_t{1}, int64_t{1} << 40}) { // axis 1 has 8, not 6
     IncomingMessage incoming =
         arrive(*encode({at::quantize_per_channel(at::rand({6, 8}), at::ones({6}), at::zeros({6}), 0, at::kQInt8)}));
     firstRecord(incoming).axis = axis;
@@ -299,7 +299,7 @@ TEST(TensorCodecTest, RecordsThatTorchCouldNotHaveMadeAreRefused) {
   }
 }
 
-// Any bytes from a peer give an error, or tensors that can be read (a sanitizer checks this).
+// Any bytes from a peer give an error, or tensors that can be read. A sanitizer checks the reads.
 TEST(TensorCodecTest, DamagedBodiesNeverLeadOutsideMemory) {
   std::mt19937 random(3);
   const at::Tensor dense = at::rand({4, 6});

@@ -44,7 +44,7 @@ TEST(TensorMemoryTest, TheEncodedMessageKeepsItsMemoryAlive) {
   EXPECT_TRUE(storage.expired());
 }
 
-// A storage like torch's own, in memory of the host pool, whose release shows in the pool's statistics.
+// Makes a tensor in memory of the host pool. The pool's statistics show its release.
 at::Tensor pooled(int64_t elements) {
   at::Tensor tensor = travel(at::zeros({elements}));
   EXPECT_EQ(tensor.storage().allocator(), &HostPool::instance());
@@ -53,7 +53,7 @@ at::Tensor pooled(int64_t elements) {
 
 struct Swap {
   const char* name;
-  std::function<void(at::Tensor&)> away; // from the tensor's memory
+  std::function<void(at::Tensor&)> away; // makes the tensor leave its memory
 };
 
 const Swap kSwaps[] = {
@@ -67,7 +67,7 @@ const Swap kSwaps[] = {
     {"out=",
      [](at::Tensor& tensor) {
        const at::Tensor more = at::ones({tensor.numel() + 1000});
-       tensor.resize_({0}); // as torch does to an output of another size
+       tensor.resize_({0}); // torch does this to an output of another size
        at::add_out(tensor, more, more);
      }},
 };
@@ -85,7 +85,7 @@ TEST(TensorMemoryTest, LentMemoryOutlivesEveryChangeOfItsTensor) {
       ASSERT_EQ(outgoing->spans[0].bytes.data(), sent.const_data_ptr()) << "lent, not copied";
       swap.away(sent);
       sent = at::Tensor();
-      // torch must get other memory of that size now.
+      // torch must now get other memory of that size.
       const at::Tensor next = isPooled ? pooled(300'000) : at::empty({300'000});
       ASSERT_NE(next.const_data_ptr(), static_cast<const void*>(outgoing->spans[0].bytes.data()));
       next.fill_(8);
@@ -183,7 +183,7 @@ TEST(TensorMemoryTest, TheSameTensorTwiceTravelsOnce) {
 TEST(TensorMemoryTest, ViewsOfAnotherDtypeShareMemoryToo) {
   const at::Tensor bytes = at::arange(0, 96, at::kByte);
   const at::Tensor ints = bytes.view(at::kInt).narrow(0, 1, 10);
-  const std::vector<at::Tensor> received = travel({bytes.narrow(0, 3, 60), ints}); // 3 and 4: no whole int apart
+  const std::vector<at::Tensor> received = travel({bytes.narrow(0, 3, 60), ints}); // at 3 and 4: no int apart
   expectSame(bytes.narrow(0, 3, 60), received[0]);
   expectSame(ints, received[1]);
   received[1][0] = 0;
@@ -225,7 +225,7 @@ TEST(TensorMemoryTest, BorrowedMemoryIsCopiedAtOnce) {
   std::vector<float> memory(50'000, 1.f);
   const at::Tensor sent = at::from_blob(memory.data(), {50'000});
   const std::unique_ptr<OutgoingMessage> outgoing = encode({sent, sent.narrow(0, 7, 3)});
-  std::fill(memory.begin(), memory.end(), 2.f); // as its owner may, once send() has returned
+  std::fill(memory.begin(), memory.end(), 2.f); // the owner may do this once send() has returned
   const std::vector<at::Tensor> received = decode(arrive(*outgoing))->tensors();
   EXPECT_TRUE(received[0].eq(1).all().item<bool>());
   EXPECT_TRUE(received[1].eq(1).all().item<bool>());
@@ -302,7 +302,7 @@ TEST(TensorMemoryTest, PackedTensorsEqualTheSentOnes) {
 
 TEST(TensorMemoryTest, AMessageHasABoundedNumberOfSpans) {
   std::vector<at::Tensor> sent = numbered(3000, 9000); // 36 KB each, beyond what may be inline
-  sent.push_back(at::full({300'000}, 3000, at::kInt)); // these are lent
+  sent.push_back(at::full({300'000}, 3000, at::kInt)); // this one and the next are lent
   sent.push_back(at::full({200'000}, 3001, at::kInt));
   const std::unique_ptr<OutgoingMessage> outgoing = encode(sent);
   EXPECT_LE(outgoing->spans.size(), 600u);

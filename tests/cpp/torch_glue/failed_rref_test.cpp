@@ -1,4 +1,4 @@
-// An RRef whose rpc.remote() has failed: the caller describes it, and the owner makes an RRef of that.
+// If rpc.remote() has failed, the caller describes the RRef, and the owner makes an RRef with the error.
 
 #include "torch_glue/failed_rref.h"
 
@@ -19,7 +19,7 @@ using rpc::RRefContext;
 
 class FailedRRefTest : public testing::Test {
  protected:
-  // torch keeps one set of books a process, of worker 0. Here it is both the caller and the owner.
+  // torch has one set of tables a process. Here worker 0 is both the caller and the owner.
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
   }
@@ -53,7 +53,7 @@ TEST_F(FailedRRefTest, OwnerMakesAnRRefWhoseValueIsTheError) {
   const auto request = describeFailedRRef(*creation_, "no such module");
   ASSERT_TRUE(request);
   EXPECT_TRUE(isFailedRRef(*request));
-  const Future wait = context_.getOwnerRRef(rref_->rrefId()); // by a worker that has asked before
+  const Future wait = context_.getOwnerRRef(rref_->rrefId()); // a worker asked before
   EXPECT_FALSE(wait->completed());
 
   const auto ret = rpc::RemoteRet::fromMessage(*answer(makeFailedRRef(*request)));
@@ -72,7 +72,7 @@ TEST_F(FailedRRefTest, RepeatedRequestChangesNothing) {
   EXPECT_EQ(failure(made()->getFuture()), "the first");
 }
 
-// Only the answer was lost.
+// rpc.remote() succeeded, and only its answer was lost.
 TEST_F(FailedRRefTest, RRefThatHasAValueKeepsIt) {
   create(c10::PyObjectType::get());
   context_.getOrCreateOwnerRRef(rref_->rrefId(), c10::PyObjectType::get())->setValue(c10::IValue(7));

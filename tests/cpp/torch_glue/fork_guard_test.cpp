@@ -1,4 +1,4 @@
-// Processes that are forked from an agent's: they are refused, and leave its objects alone.
+// Processes that are forked from an agent's process may not use the agent, and leave its objects alone.
 
 #include "torch_glue/fork_guard.h"
 
@@ -34,7 +34,7 @@ TEST(ProcessGuardTest, ForkedProcessMayHaveAnAgentOfItsOwn) {
 }
 
 TEST(ForkGuardTest, ForkedProcessNeverDestroysAnObjectThatIsKept) {
-  rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0)); // whose RRefs the child leaves to the parent
+  rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0)); // the child leaves its RRefs to the parent
   auto object = std::make_shared<int>();
   auto other = std::make_shared<int>();
   keepInForks(object);

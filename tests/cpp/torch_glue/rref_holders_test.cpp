@@ -23,7 +23,7 @@ using rpc::RRefId;
 
 class RRefHoldersTest : public testing::Test {
  protected:
-  // torch keeps one set of books a process, of worker 0.
+  // torch has one set of tables a process. Here it is worker 0's.
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
     (void)RRefContext::getInstance();
@@ -54,7 +54,7 @@ class RRefHoldersTest : public testing::Test {
         sender,
         *rpc::PythonRemoteCall(rpc::SerializedPyObj("", {}), result.toIValue(), result.toIValue(), false).toMessage());
   }
-  // The creators of values that never come when worker `gone` is dead.
+  // Returns the creators of the awaited values that never come if worker `gone` is dead.
   std::vector<rpc::worker_id_t> hopelessWaits(rpc::worker_id_t gone) {
     std::vector<rpc::worker_id_t> creators;
     for (const WaitForValue& wait :
@@ -115,7 +115,7 @@ TEST_F(RRefHoldersTest, UnreadableRequestOfTorchIsReported) {
 
 TEST_F(RRefHoldersTest, WaitsForValuesOfTheGoneAreFoundAndOthersLeft) {
   RRefContext& context = RRefContext::getInstance();
-  const auto pending = context.getOwnerRRef({1, 7}); // asked for before rpc.remote() has come
+  const auto pending = context.getOwnerRRef({1, 7}); // a wait that began before rpc.remote() arrived
   const auto other = context.getOwnerRRef({2, 7});
   const auto owned = context.getOrCreateOwnerRRef({1, 8}, at::AnyType::get());
   EXPECT_EQ(hopelessWaits(1), (Ranks{1, 1}));

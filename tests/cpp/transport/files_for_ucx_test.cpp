@@ -63,7 +63,7 @@ class FilesForUcxTest : public testing::Test {
     }
     return status;
   }
-  // No file can be opened until allowFiles().
+  // Takes all files, so that none can be opened until allowFiles().
   void openAllFiles() {
     const int next = fcntl(listener_, F_DUPFD, 0);
     close(next);
@@ -79,7 +79,7 @@ class FilesForUcxTest : public testing::Test {
   rlimit limit_{};
   const int listener_ = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
   sockaddr_in address_{};
-  std::vector<int> files_; // closed at the end
+  std::vector<int> files_; // the test closes them at its end
 };
 
 TEST_F(FilesForUcxTest, ConnectionsAreAcceptedAsEver) {
@@ -106,7 +106,7 @@ TEST_F(FilesForUcxTest, ConnectionsThatFindNoFileWaitForOne) {
   EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
 }
 
-// UCX's thread as it waits for events of the listener (ucs/sys/event_set.h).
+// Waits for events of the listener, like UCX's thread (ucs/sys/event_set.h).
 class WaitingThread {
  public:
   explicit WaitingThread(int file) {
@@ -119,7 +119,7 @@ class WaitingThread {
     function<void(void*)>("ucs_event_set_cleanup")(events_);
   }
 
-  // How long it took to see that a connection is there.
+  // Returns the time until the thread sees a connection.
   std::chrono::nanoseconds wait(int timeoutMs) {
     using Handler = void (*)(void*, uint8_t, void*);
     const Handler ignore = [](void*, uint8_t, void*) {};
@@ -147,7 +147,7 @@ class WaitingThread {
 TEST_F(FilesForUcxTest, ListenerPausesWhileAConnectionWaitsForAFile) {
   using namespace std::chrono_literals;
   WaitingThread thread(listener_);
-  // The shortest of some times: other processes may take the core.
+  // Returns the shortest of several times, since other processes may take the core.
   const auto shortest = [&](bool accepts, int timeoutMs) {
     auto least = std::chrono::nanoseconds::max();
     for (int time = 0; time < 20; ++time) {

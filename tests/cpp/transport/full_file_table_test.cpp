@@ -1,4 +1,4 @@
-// In a process that can open no more files, failed sends name the cause.
+// If a process can open no more files, failed sends name the cause.
 
 #include "eventually.h"
 #include "outcome.h"
@@ -30,7 +30,7 @@ class Deaf final : public TransportListener {
   Error failure;
 };
 
-// Another process with a transport, whose limit of open files is its own.
+// Another process with a transport and its own limit of open files.
 class Neighbour {
  public:
   Neighbour() {
@@ -70,9 +70,10 @@ class Neighbour {
   pid_t pid_ = -1;
 };
 
-// UCX opens some of its sockets when the peer answers. If the peer were blamed, a healthy peer would be lost.
+// UCX opens some of its sockets when the peer answers. If that counted as the peer's failure, a healthy peer would be
+// lost.
 TEST(FullFileTable, ConnectionThatFindsNoFilesIsNotBlamedOnThePeer) {
-  const Neighbour neighbour; // forked before UCX starts here
+  const Neighbour neighbour; // fork it before UCX starts here
   Deaf listener;
   Outcome small;
   Outcome large;

@@ -1,4 +1,4 @@
-// Shared-memory queues with an unmarked slot, as left by a sender that was killed while it wrote.
+// Shared-memory queues with an unmarked slot. A sender that is killed while it writes leaves one.
 
 #include "transport/ucp/queue_repair.h"
 
@@ -34,7 +34,7 @@ class Counter final : public TransportListener {
   int arrived = 0;
 };
 
-// A process with this one's mappings, which obeys orders.
+// A process with this process's mappings. It obeys orders.
 class Bystander {
  public:
   explicit Bystander(const std::function<void()>& does) : pid_(fork()) {
@@ -47,7 +47,7 @@ class Bystander {
     kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
-  // Busy in its own code, perhaps in the middle of writing; not in a system call.
+  // Stops it while it is busy in its own code, perhaps in the middle of a write, and not in a system call.
   void stop() const {
     const std::string thread = "/proc/" + std::to_string(pid_) + "/task/" + std::to_string(pid_);
     do {
@@ -66,7 +66,7 @@ class Bystander {
   const pid_t pid_;
 };
 
-// No file can be opened in this process while one of these lives.
+// While an object of this class exists, this process cannot open a file.
 class NoFiles {
  public:
   NoFiles() {
@@ -132,7 +132,7 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
     receiver_->scanForRepair();
     return receiver_->repairState() == RepairState::kWhole;
   }
-  // Takes a slot like a sender. The queue's memory begins with the head; the receiver's process is behind the second
+  // Takes a slot like a sender. The queue's memory begins with the head. The receiver's pid comes after the second
   // cache line.
   void takeSlot() {
     for (const uintptr_t begin : mapped_) {
@@ -183,7 +183,7 @@ TEST_P(QueueRepairTest, QueueIsRecognized) {
 TEST_P(QueueRepairTest, QueueThatWasUsedIsNotTakenForNew) {
   send();
   EXPECT_TRUE(arrives(1));
-  EXPECT_EQ(SharedMemoryQueue::mappedSince({}).size(), 1u); // the sender's own
+  EXPECT_EQ(SharedMemoryQueue::mappedSince({}).size(), 1u); // the sender's own queue
 }
 
 TEST_P(QueueRepairTest, NothingIsToBeDoneWhereNothingIsUnwritten) {
@@ -204,7 +204,7 @@ TEST_P(QueueRepairTest, MessageInASkippedSlotIsDroppedSilently) {
 }
 
 TEST_P(QueueRepairTest, AbandonedSlotIsSkippedAndTheOthersArrive) {
-  for (int round = 0; round < 600; ++round) { // twice round the ring, so that both marks occur
+  for (int round = 0; round < 600; ++round) { // twice around the ring, so both marks occur
     send();
   }
   ASSERT_TRUE(arrives(600));
@@ -259,7 +259,7 @@ TEST_P(QueueRepairTest, SleepingThreadIsNotWriting) {
   expectRepair();
 }
 
-// Like NothingIsSkippedWhereProcessesMayNotBeSeen, until the order comes.
+// Without files this process cannot see the senders, as in NothingIsSkippedWhereProcessesMayNotBeSeen.
 TEST_P(QueueRepairTest, UnseenProcessesMakeTheQueueUnrepairableAfterSomeScans) {
   abandonSlot();
   {
@@ -270,7 +270,7 @@ TEST_P(QueueRepairTest, UnseenProcessesMakeTheQueueUnrepairableAfterSomeScans) {
     EXPECT_EQ(receiver_->repairState(), RepairState::kUnrepairable);
   }
   EXPECT_TRUE(isStuckWith(1));
-  expectRepair(); // it is still looked at now and then
+  expectRepair(); // the queue is still checked now and then
 }
 
 TEST_P(QueueRepairTest, StoppedSenderMakesTheQueueUnrepairableUntilItContinues) {
@@ -310,7 +310,7 @@ TEST_P(QueueRepairTest, DeafWorkerHearsOverTheNetworkAndTheRestLater) {
   EXPECT_TRUE(arrives(4));
 }
 
-// Only the state closes gaps, under the worker lock: a scan on another thread touches nothing of UCX's.
+// A scan on another thread touches no data of UCX. Gaps are closed later, under the worker lock.
 TEST_P(QueueRepairTest, AScanRunsBesideTheTransport) {
   send();
   ASSERT_TRUE(arrives(1));
@@ -330,7 +330,7 @@ TEST_P(QueueRepairTest, AScanRunsBesideTheTransport) {
 }
 
 TEST_P(QueueRepairTest, AQueueStaysConsistentWithAnyMessages) {
-  for (int round = 0; round < 300; ++round) { // more than once round the ring
+  for (int round = 0; round < 300; ++round) { // more than once around the ring
     send();
     ASSERT_TRUE(queues_.at(0).isConsistent()) << round;
   }

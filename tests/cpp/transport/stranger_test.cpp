@@ -1,4 +1,4 @@
-// A job with a secret on real UCX, and a process that knows a worker's address and recorded bytes.
+// A job with a secret over UCX, and a process that knows a worker's address and recorded bytes.
 
 #include "stranger.h"
 #include "sealed_job.h"
@@ -15,7 +15,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// The memory of this process.
+// Returns the resident memory of this process.
 uint64_t residentBytes() {
   std::ifstream statm("/proc/self/statm");
   uint64_t total = 0;
@@ -116,7 +116,7 @@ TEST_F(StrangerTest, RecordedFramesAreTakenAtMostOnce) {
   const Bytes body = bodyOfRequest("recorded");
   wire::Header header = frame(wire::Kind::kRequest);
   header.sequence = 1;
-  wire::FrameSeal(keyOf(1, 0)).sealFrame(header, body.size(), body); // byte for byte what worker 1 would send
+  wire::FrameSeal(keyOf(1, 0)).sealFrame(header, body.size(), body); // the same bytes as from worker 1
   shoot(header, body, 50);
   EXPECT_TRUE(runStranger());
   EXPECT_TRUE(areRefused(49));
@@ -130,7 +130,7 @@ TEST_F(StrangerTest, AFloodCostsNoMemory) {
   header.spanCount = 2;
   wire::Header span = header;
   span.index = 0;
-  // First, UCX's own memory for a process that connects.
+  // First let UCX take its own memory for a process that connects.
   shoot(header, large, 200);
   shoot(span, spanBytes, 200, SendMode::kRendezvous);
   ASSERT_TRUE(runStranger());

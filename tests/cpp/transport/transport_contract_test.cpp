@@ -1,4 +1,4 @@
-// The contract of transport/transport.h, written once and run on every implementation of it.
+// The contract of transport/transport.h, tested on every implementation of it.
 
 #include "transport_contract.h"
 #include "eventually.h"
@@ -83,7 +83,7 @@ TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
     EXPECT_EQ(a.transport->operationsInFlight(), 0u);
     EXPECT_EQ(b.transport->operationsInFlight(), 0u);
   }
-  // `sent` has one more element than sizes: an empty message, which may arrive either way.
+  // The last element of `sent` is for an empty message, which may arrive as either kind.
   const wire::Header frame = header(number);
   a.transport->send(toB, frame, {}, SendMode::kRendezvous, sent[number].callback());
   ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
@@ -222,7 +222,7 @@ TEST_P(TransportContractTest, ProgressThrowsAnErrorOfOnEndpointFailedOnce) {
     }
     return thrown != 0;
   }));
-  progressAWhile(); // throws nothing more
+  progressAWhile(); // must not throw again
   EXPECT_EQ(a.failed, std::vector<EndpointId>{toB});
   a.transport->send(toB, frame, {}, SendMode::kEager, late.callback());
   ASSERT_TRUE(progressUntil([&] { return late.isDone(); }));
@@ -354,7 +354,7 @@ TEST_P(TransportContractTest, LanesAreNamedAfterTraffic) {
   }
 }
 
-// Two threads that answer each other, each asleep in poll() while it waits. A lost wake-up would be a poll that times
+// Two threads answer each other, and each sleeps in poll() while it waits. A lost wake-up shows as a poll that times
 // out.
 TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   constexpr uint64_t kRounds = 10'000;
@@ -402,7 +402,7 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   other.join();
   EXPECT_EQ(rounds, kRounds);
   EXPECT_EQ(lost.load(), 0);
-  endpoints_.clear(); // ends what a failure above has left open
+  endpoints_.clear(); // ends operations that a failure above has left open
 }
 
 TEST_P(TransportContractTest, AddressesThatMakeNoSenseAreRefused) {

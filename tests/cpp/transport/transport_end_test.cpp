@@ -1,4 +1,4 @@
-// The ends of endpoints and transports: the part of the contract of transport/transport.h that is about them.
+// The part of the contract of transport/transport.h about the ends of endpoints and transports.
 
 #include "eventually.h"
 #include "transport_contract.h"
@@ -23,7 +23,7 @@ TEST_P(TransportContractTest, AbandoningAnEndpointEndsItsOwnOperationsOnly) {
   const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
   const Bytes bytes = pattern(100 * kKiB, 1);
-  const Bytes others = pattern(100 * kKiB, 2); // UCX ends no send while it sends the same memory to another peer
+  const Bytes others = pattern(100 * kKiB, 2); // UCX ends no send whose memory it also sends to another peer
   const wire::Header frame = header(1);
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
   for (Outcome& sending : pending) {
@@ -55,7 +55,7 @@ TEST_P(TransportContractTest, DeathOfAPeerEndsItsSends) {
   ASSERT_TRUE(progressUntil([&] { return first.isDone() && sent.b.arrivals.size() == 4; }));
   EXPECT_FALSE(first.error());
 
-  // Without releasing its rendezvous, like a killed process.
+  // The transport ends without releasing its rendezvous, like a killed process.
   factory_->destroy(std::move(sent.b.transport));
   ASSERT_TRUE(progressUntil([&] { return !a.failed.empty() && a.transport->operationsInFlight() == 0; }));
   EXPECT_EQ(a.failed, std::vector<EndpointId>{sent.toB});
@@ -108,7 +108,7 @@ TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
   TestEndpoint& a = sent.a;
   const EndpointId toC = a.connect(testEndpoint("c"));
   a.transport->send(toC, sent.frame, sent.bytes, SendMode::kRendezvous, unheard.callback()); // c never makes progress
-  testing::internal::CaptureStdout(); // where UCX complains about requests that its worker still has
+  testing::internal::CaptureStdout(); // UCX complains here about open requests of its worker
   a.transport->close(20);
   EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
   for (const Outcome& sending : sent.pending) {
@@ -158,7 +158,7 @@ TEST_P(TransportContractTest, CloseDuringAReceiveEndsIt) {
   TestEndpoint& a = testEndpoint("a");
   TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
-  (void)b.connect(a); // as a worker that will answer
+  (void)b.connect(a); // like a worker that will answer
   const Bytes bytes = pattern(64 * kMiB, 1);
   Bytes into(bytes.size());
   const wire::Header frame = header(1);
@@ -182,7 +182,7 @@ TEST_P(TransportContractTest, CloseFlushesEagerMessages) {
   TestEndpoint& a = testEndpoint("a");
   TestEndpoint& b = testEndpoint("b");
   std::atomic<bool> isOver{false};
-  std::thread receiver([&] { // b's transport belongs to this thread now
+  std::thread receiver([&] { // b's transport now belongs to this thread
     while (!isOver.load()) {
       if (b.transport->progress() == 0 && b.transport->arm()) {
         pollfd event{b.transport->eventFd(), POLLIN, 0};

@@ -111,7 +111,7 @@ TEST(UcxStatusTest, AnEndpointThatDiesForWantOfFilesDiesLocally) {
   close(pipes[1]);
 }
 
-// Otherwise the peer would use another connection, and calls whose answers were lost with this one would wait for ever.
+// Otherwise the peer would use another connection. Calls whose answers were lost with this one would wait for ever.
 TEST(UcxStatusTest, AConnectionThatACardBreaksIsThePeers) {
   int pipes[2];
   ASSERT_EQ(pipe(pipes), 0);

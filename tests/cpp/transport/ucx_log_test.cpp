@@ -39,7 +39,7 @@ class Listener final : public TransportListener {
   std::string why;
 };
 
-// The process that dies in the tests below: this program again, running this test alone.
+// The process that dies in the tests below: this program again, with only this test.
 TEST(UcxLogTest, DISABLED_Victim) {
   const std::unique_ptr<Transport> transport = makeUcpTransportOver(std::getenv(kLanes));
   const std::string path = std::getenv(kAddressFile);
@@ -76,7 +76,7 @@ std::string addressOfDead(const std::string& lanes) {
 
 class UcxLogOfTheDeadTest : public testing::TestWithParam<const char*> {
  protected:
-  // Sends a message there. Returns the reason of the failure.
+  // Sends a message to the address. Returns the reason of the failure.
   std::string sendTo(const std::string& address) {
     EndpointId endpoint = 0;
     if (const Error error = transport_->connect(address, endpoint)) {
@@ -111,7 +111,7 @@ TEST_P(UcxLogOfTheDeadTest, FailureToReachADeadWorkerIsNotPrinted) {
 
 INSTANTIATE_TEST_SUITE_P(Lanes, UcxLogOfTheDeadTest, testing::Values("sysv,self", "posix,self", "tcp,self", ""));
 
-// A process that calls a dead worker, with the user's own level of UCX's log.
+// A process that calls a dead worker, with the log level that the user has set for UCX.
 TEST_P(UcxLogOfTheDeadTest, DISABLED_Reacher) {
   const std::string dead = addressOfDead(GetParam());
   transport_ = makeUcpTransportOver(GetParam());

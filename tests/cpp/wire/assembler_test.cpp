@@ -12,7 +12,7 @@
 namespace torch_ucx_rpc::wire {
 namespace {
 
-// Numbers its rendezvous, and checks at the end that the assembler returned each exactly once.
+// A fixture that numbers its rendezvous, and finally checks that the assembler returned each exactly once.
 class AssemblerTest : public testing::Test {
  protected:
   static constexpr uint64_t kSession = 77;
@@ -27,7 +27,7 @@ class AssemblerTest : public testing::Test {
     return made;
   }
 
-  // A piece of span 0.
+  // Adds a piece of span 0.
   Assembler::Outcome addPiece(uint64_t offset, uint64_t bytes, uint64_t spanBytes = 100, uint32_t spanCount = 1) {
     Header made = header(0, spanCount);
     made.place = {offset, spanBytes};
@@ -42,7 +42,7 @@ class AssemblerTest : public testing::Test {
   Assembler::Outcome add(const Header& header) {
     return add(header, rendezvous());
   }
-  // A piece is its whole span unless the header says something else.
+  // Adds a piece. It is a whole span unless the header says otherwise.
   Assembler::Outcome add(Header header, Piece piece) {
     if (header.index != kBodyIndex && header.place.spanBytes == 0) {
       header.place = {0, piece.size()};
@@ -142,7 +142,7 @@ TEST_F(AssemblerTest, PiecesThatOverlapRejectTheMessage) {
   EXPECT_EQ(addPiece(40, 40), Assembler::Outcome::kIncomplete);
   EXPECT_EQ(add(header(kBodyIndex, 1)), Assembler::Outcome::kIncomplete);
   EXPECT_EQ(out_.size(), 0u);
-  EXPECT_EQ(addPiece(90, 10), Assembler::Outcome::kRejected); // 100 bytes have come, but not all
+  EXPECT_EQ(addPiece(90, 10), Assembler::Outcome::kRejected); // 100 bytes have come, but they overlap
   EXPECT_EQ(out_.size(), 4u);
   EXPECT_EQ(assembler_.incomplete(), 0u);
 }
@@ -159,7 +159,7 @@ TEST_F(AssemblerTest, PiecesThatContradictEachOtherOnTheirSpanRejectTheMessage) 
 }
 
 TEST_F(AssemblerTest, EmptyPiecesOfANonEmptySpanRejectTheMessage) {
-  EXPECT_EQ(addPiece(0, 0), Assembler::Outcome::kRejected); // else there could be any number
+  EXPECT_EQ(addPiece(0, 0), Assembler::Outcome::kRejected); // else there could be any number of them
 }
 
 TEST_F(AssemblerTest, PiecesOfAMessageThatWasCanceledAreHandedOutUpToTheLast) {
@@ -177,7 +177,7 @@ TEST_F(AssemblerTest, MessagesArriveInterleavedAndStayApart) {
   constexpr uint64_t kMessages = 50;
   std::vector<Header> frames;
   for (uint64_t callId = 0; callId < kMessages; ++callId) {
-    for (const Kind kind : {Kind::kRequest, Kind::kResponse}) { // of the same number
+    for (const Kind kind : {Kind::kRequest, Kind::kResponse}) { // both have the same call id
       for (const uint32_t index : {0u, 1u, kBodyIndex}) {
         frames.push_back(header(index, 2, callId, kind));
       }
@@ -262,7 +262,7 @@ TEST_F(AssemblerTest, PartsOfACanceledMessageAreHandedOutAtOnce) {
   EXPECT_EQ(add(header(kBodyIndex, 3)), Assembler::Outcome::kGivenUp);
   EXPECT_EQ(add(header(1, 3)), Assembler::Outcome::kGivenUp);
   EXPECT_EQ(out_.size(), 4u);
-  // The last part clears all state.
+  // The part above was the last, so no state is left, and this one is new.
   EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
 }
 

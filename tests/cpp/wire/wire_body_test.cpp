@@ -197,7 +197,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(WireBodyTest, EveryTruncationIsRefused) {
   const Sample sample;
   for (size_t size = 0; size < sample.body.size(); ++size) {
-    // In a block of its own of exactly that size, so that a sanitizer sees a read past its end.
+    // Copy it into a block of exactly that size, so that a sanitizer sees a read past the end.
     const Bytes truncated(std::span<const std::byte>(sample.body).first(size));
     BodyView view;
     EXPECT_EQ(readBody(truncated, sample.spanBytes, view).code(), ErrorCode::kProtocol) << size;
@@ -370,7 +370,7 @@ TEST(WireBodyTest, ASpanThatNothingRefersToIsRefused) {
   EXPECT_EQ(readBody(BodyWriter(1).finish(), spans, view).code(), ErrorCode::kProtocol);
 }
 
-// The extent of a tensor against its storage of 10 floats.
+// The extent of a tensor in a storage of 10 floats.
 struct Extent {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
@@ -401,7 +401,7 @@ TEST(WireBodyTest, TensorsStayInsideTheirStorage) {
       {{2, 2}, {kMax, kMax}, 0, false},
       {{2}, {kMax}, kMax, false},
       {{kMax}, {0}, 0, true},
-      {{kMax, 2}, {0, 0}, 0, false}, // more elements than can be counted
+      {{kMax, 2}, {0, 0}, 0, false}, // more elements than an int64 can count
   };
   const std::vector<float> data(10);
   for (const Extent& extent : extents) {
@@ -416,7 +416,7 @@ TEST(WireBodyTest, TensorsStayInsideTheirStorage) {
   }
 }
 
-// With any single byte changed, the body is refused, or consistent in itself.
+// If any single byte changes, the body is refused, or is still consistent.
 TEST(WireBodyTest, NoChangeOfOneByteIsReadPastTheEnd) {
   const Sample sample;
   for (size_t at = 0; at < sample.body.size(); ++at) {

@@ -1,4 +1,4 @@
-// The fuzz target on its seed corpus, without libFuzzer: old findings are checked with any compiler.
+// Runs the fuzz target on its seed corpus without libFuzzer, so any compiler checks old findings.
 
 #include "../../fuzz/wire_fuzzer.cpp"
 
