@@ -1,15 +1,15 @@
-"""``python -m benchmarks``: run benchmarks, print their tables, keep every round as JSON.
+"""``python -m benchmarks``: runs benchmarks, prints their tables, and keeps every round as JSON.
 
     python -m benchmarks                        the short set, ten minutes
     python -m benchmarks --all                  everything
     python -m benchmarks small_calls            one question
     python -m benchmarks --all --record NAME    and keep all rounds in benchmarks/results/NAME.json
-    python -m benchmarks life --record NAME     measure one again; the file keeps the others
-    python -m benchmarks --against ../before    this checkout against another one, built in place by the same Python
+    python -m benchmarks life --record NAME     measure one again; the file keeps the other results
+    python -m benchmarks --against ../before    compare with another checkout, built in place by the same Python
 
-Most files here ask one question; harness.py says how contenders are compared, and jobs.py what they are. It ends with 1
-where a bound is missed or a contender has failed. Results are written after each benchmark, and one that crashes leaves
-the others alone. tables.py writes the tables of the docs from the kept results, and plot.py draws them.
+Most files here ask one question. harness.py compares contenders, and jobs.py has them. The exit code is 1 if a bound is
+missed or a contender has failed. Results are written after each benchmark, and a benchmark that crashes does not stop
+the others. tables.py writes the tables of the docs from the kept results, and plot.py draws them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load(name: str) -> harness.Benchmark:
 
 
 def load_or_tell(name: str) -> harness.Benchmark | None:
-    """Return the benchmark. None, with the reason on stderr, if an import of it is missing or broken."""
+    """Return the benchmark. If one of its imports is missing or broken, write the reason to stderr and return None."""
     try:
         return load(name)
     except Exception:
@@ -85,10 +85,10 @@ def load_or_tell(name: str) -> harness.Benchmark | None:
 
 
 def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advance: Advance) -> harness.Result:
-    """Return the result of a benchmark. If it crashes outside of its contenders, all of them have failed."""
+    """Return the result of a benchmark. If the benchmark itself crashes, all contenders count as failed."""
 
     def say(contender: str, figures: harness.Figures) -> None:
-        if not sys.stderr.isatty():  # into a log: an interrupted run has printed its findings
+        if not sys.stderr.isatty():  # a log: even an interrupted run leaves its figures
             print(f"measured {name}, {contender}: {json.dumps(figures)}", file=sys.stderr, flush=True)
 
     try:
@@ -101,13 +101,13 @@ def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advanc
 
 @contextlib.contextmanager
 def progress(chosen: Mapping[str, harness.Benchmark], rounds: int | None) -> Iterator[Advance]:
-    """A bar on a terminal, which shows the contender that is being measured."""
-    # Only runs of benchmarks need rich; the tables are written, and checked, without it.
+    """Show a bar on a terminal, with the contender that is being measured."""
+    # Only runs of benchmarks need tqdm. Writing and checking tables does not.
     from tqdm import tqdm
 
     total = 0
     for benchmark in chosen.values():
-        with contextlib.suppress(Exception):  # which the benchmark itself will raise again
+        with contextlib.suppress(Exception):  # the benchmark itself will raise it again
             total += harness.steps(benchmark, rounds)
     with tqdm(total=total, unit="step", disable=not sys.stderr.isatty()) as bar:
 

@@ -1,7 +1,7 @@
 """How fast do NumPy's arrays travel?
 
-The echo of arrays of 1 KB, 1 MiB and 64 MiB between two workers on one host, beside TensorPipe, which pickles them, and
-beside UCX with arrays of a subclass, which are pickled too.
+The echo of arrays of 1 KB, 1 MiB and 64 MiB between two workers on one host. It is compared with TensorPipe, which
+pickles arrays, and with arrays of a subclass on UCX, which are pickled too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PICKLED = "UCX, pickled"
 
 
 class Pickled(np.ndarray):
-    """An array of another type, which the pickler does not know."""
+    """An array of a type that the pickler does not know."""
 
 
 def echo(array: np.ndarray) -> np.ndarray:
@@ -37,7 +37,7 @@ def measure(type_: type[np.ndarray]) -> harness.Figures:
     figures = {}
     for name, size, calls in (("1 KB", 1000, 1000), ("1 MiB", MIB, 100), ("64 MiB", LARGE, 5)):
         array = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8).view(type_)
-        returned = rpc.rpc_sync("worker1", echo, (array,))  # also warms up
+        returned = rpc.rpc_sync("worker1", echo, (array,))  # this also warms up
         assert type(returned) is type_
         assert np.array_equal(returned, array)
         del returned

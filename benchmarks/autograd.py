@@ -40,7 +40,7 @@ class Layer(Linear):
 
 
 class Stage(Linear):
-    """Fetches its input from where it is, as in PyTorch's pipeline tutorial."""
+    """Fetches its input from its owner, as in PyTorch's pipeline tutorial."""
 
     def forward(self, batch: rpc.RRef[torch.Tensor]) -> torch.Tensor:
         return torch.relu(self.linear(batch.to_here()))
@@ -85,7 +85,7 @@ def _benchmark(name: str, step: Callable[[], float], workers: int) -> harness.Be
     return harness.Benchmark(
         question="What does a step of distributed autograd cost?",
         figures=(Figure(figure, "us", (Bound(0.6, 0.4),)),),
-        rounds=15,  # they spread, and a round is short
+        rounds=15,  # the rounds differ much, and are short
         contenders=lambda: [
             jobs.RpcJob(transport, functools.partial(_measure, figure, step), workers=workers)
             for transport in jobs.ON_ONE_HOST

@@ -1,7 +1,7 @@
 """How long does a small call take while large tensors travel?
 
-A thread echoes 64 MiB to the other worker and back, again and again, while another calls a function without arguments
-once in a millisecond: both go to the same peer, and so over the same connections.
+One thread echoes 64 MiB to the other worker again and again. Another thread calls a function without arguments once a
+millisecond. Both call the same peer, and so use the same connections.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.small_calls import nothing
 GIB = 2**30
 SIZE = 2**26
 SECONDS = 2.0
-# With TensorPipe a call beside the echoes takes 35 ms.
+# On TensorPipe a call beside the echoes takes 35 ms.
 CALLS = harness.FEWEST_FOR_P99
 
 

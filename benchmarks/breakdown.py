@@ -1,7 +1,8 @@
 """Where does the time of one small call go?
 
 Traces ``rpc_sync`` of a Python function without arguments between two workers (TORCH_UCX_RPC_TRACE), and prints the
-median of each step. The time between the agent's spans is torch's Python and C++ above the agent, and wake-ups.
+median of each step. The time between the agent's spans goes into torch's Python and C++ above the agent, and into
+wake-ups.
 
     python -m benchmarks.breakdown [--waiting auto|poll|sleep] [--tcp]
 """
@@ -29,7 +30,7 @@ CALLS = 3000
 @dataclasses.dataclass(frozen=True)
 class Step:
     name: str
-    begin: tuple[str, str]  # a span, and which end of it
+    begin: tuple[str, str]  # a span, and its beginning or end
     end: tuple[str, str]
 
 
@@ -62,7 +63,7 @@ def steps_us(trace: str) -> dict[str, list[float]]:
     ends = {end for step in STEPS for end in (step.begin, step.end)}
     whole = [times for times in calls.values() if ends <= times.keys()]
     whole.sort(key=lambda times: times["send request", "begin"])
-    whole = whole[len(whole) // 4 :]  # without the warm-up
+    whole = whole[len(whole) // 4 :]  # drops the warm-up
     durations = {step.name: [times[step.end] - times[step.begin] for times in whole] for step in STEPS}
     durations[REST] = [
         later["send request", "begin"] - earlier["complete call", "end"] for earlier, later in itertools.pairwise(whole)

@@ -1,7 +1,8 @@
 """How fast does a value of a channel travel?
 
-Two workers on one host. A round trip of 4 KiB: a value there and one back, beside a call of a builtin operator, and
-gloo's ``send`` and ``recv`` in the same place. 64 MiB into tensors that were posted, beside a memcpy.
+Two workers on one host. A round trip of 4 KiB, one value there and one back, is compared with a call of a builtin
+operator, and with gloo's ``send`` and ``recv`` between the same workers. 64 MiB into posted tensors are compared with a
+memcpy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import LARGE, measure_memcpy
 
 ROUND_TRIPS, LARGE_VALUES = 2000, 9
-SMALL = 1024  # floats
+SMALL = 1024  # the number of floats
 
 CHANNEL = dataclasses.replace(jobs.UCX, name="channel")
 CALL = dataclasses.replace(jobs.UCX, name="rpc_sync of torch.neg")
@@ -30,7 +31,7 @@ ROUND_TRIP, INTO = "round trip of 4 KiB, p50", "64 MiB into given tensors"
 
 
 def answer(round_trips: int, larges: int) -> None:
-    """The other side of `measure`."""
+    """The part of the other worker in `measure`."""
     from torch_ucx_rpc.channel import Channel
 
     channel = Channel("benchmark")

@@ -1,9 +1,9 @@
 """What does a checkpoint cost the trainers?
 
-* PAUSE: two stages of 128 MiB each, saved so that the caller waits for the files, and asynchronously, where it waits
-  until all has been copied.
-* MEMORY: how far the memory of a worker grows while it saves its part and while it reads it, as a share of the part.
-  Each worker has a quarter of the model: one that held another's part would grow by the whole of its own.
+* PAUSE: two stages of 128 MiB each. In a synchronous save the caller waits for the files, in an asynchronous one only
+  until all values are copied.
+* MEMORY: how much a worker's memory grows while it saves its part and while it reads it, as a share of the part. Each
+  worker has a quarter of the model, so holding another worker's part would count as 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pause() -> harness.Figures:
     pipe = _pipe(2, 2 * LAYERS)
     waits, pauses = [], []
     with tempfile.TemporaryDirectory() as folder:
-        # The first save of each kind gets memory and folder ready.
+        # The first save of each kind prepares memory and the folder.
         for _ in range(SAVES + 1):
             waits.append(_seconds(lambda: checkpoint.save({"model": pipe}, Path(folder, "waited")))[0])
             took, future = _seconds(lambda: checkpoint.save({"model": pipe}, Path(folder, "behind"), asynchronous=True))
@@ -91,7 +91,7 @@ def memory() -> harness.Figures:
             most: int = max(rpc.rpc_sync(worker, peak_and_present_bytes)[0] - before[worker] for worker in workers)
             return most / own
 
-        # Save and load once before, so that imports do not count.
+        # First save and load once, so that imports do not count.
         checkpoint.save({"model": pipe}, Path(folder, "first"))
         checkpoint.load({"model": pipe}, Path(folder, "first"))
         saving = growth(lambda: checkpoint.save({"model": pipe}, Path(folder, "second")))

@@ -1,9 +1,9 @@
 """By how much do calls that are not answered miss their deadlines, and what do they leave behind?
 
 worker1 answers too late, while threads of both workers keep the two processes and the transport busy with small calls
-and calls of 1 MiB. How long after its deadline does a call fail? 2,000 calls have deadlines at many moments, and 1,000
-the same one. Then 100,000 calls that time out, and the growth of the resident memory of both workers after the first
-tenth of them; a tenth of the calls and of the late answers has 1 MiB.
+and calls of 1 MiB. How long after its deadline does a call fail? 2,000 calls have different deadlines, and 1,000 calls
+have the same one. Then 100,000 calls time out. The resident memory of both workers is compared with that after the
+first tenth of these calls. A tenth of the calls and of the late answers have 1 MiB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIKE_CALLS = 1_000
 BATCH = 1_000
 BATCHES = 100
 
-# One tensor for all answers, so that making tensors does not add memory.
+# All answers share a tensor, so that making tensors adds no memory.
 ANSWER = torch.ones(MIB // 4)
 
 late: list[Future[object]] = []
@@ -46,7 +46,7 @@ def give_late_answers() -> None:
 
 
 class Load:
-    """Threads that call, half of them with a tensor."""
+    """Threads that call the other worker, half of them with a tensor."""
 
     def __init__(self, to: str) -> None:
         self._to = to
@@ -98,7 +98,7 @@ def measure_lateness() -> harness.Figures:
     alike: list[float] = []
     due = time.perf_counter() + 2
     calls += [call_until(due, alike) for _ in range(ALIKE_CALLS)]
-    # Asking each for its exception takes a while, which would delay calls that fail in that time.
+    # Asking each call for its exception takes time, and would delay calls that fail in that time.
     while len(spread) + len(alike) < len(calls):
         time.sleep(0.1)
     assert all(map(has_timed_out, calls))

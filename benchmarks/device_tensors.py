@@ -1,8 +1,8 @@
 """How fast do tensors on a GPU travel?
 
-The echo of CUDA tensors between two workers that share one GPU, with device maps and default options. Beside it UCX's
-own ucx_perftest with device memory, over the lanes that UCX chooses: messages that wait for each other, as an echo's
-do. Those of 1 GiB do not wait, since such a message takes longer than its surroundings.
+The echo of CUDA tensors between two workers that share one GPU, with device maps and default options. It is compared
+with UCX's own ucx_perftest with device memory, over the lanes that UCX chooses. Its messages wait for each other, as
+those of an echo do, except those of 1 GiB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import echo, ucx_perftest
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# For a round, and for the start. A contender that hangs must leave the others their time, on a machine that is lent.
+# The limit of a round, and of the start. On a lent machine, a contender that hangs must leave the others their time.
 LIMIT_S = 40.0
 SIZES = {"4 KiB": (4 * KIB, 500), "1 MiB": (MIB, 200), "64 MiB": (64 * MIB, 20), "1 GiB": (GIB, 5)}
 DEVICE_MAPS = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}
@@ -29,7 +29,7 @@ def measure() -> harness.Figures:
     figures = {}
     for name, (size, calls) in SIZES.items():
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
-        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # this also warms up
 
         def call(tensor: torch.Tensor = tensor) -> None:
             rpc.rpc_sync("worker1", echo, (tensor,))

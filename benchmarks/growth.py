@@ -1,8 +1,8 @@
 """Does the cost grow as the work grows?
 
-The echo of one tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers: their time, and the
-growth of the callee's peak of resident memory. Straight lines are good; steps are thresholds chosen badly. plot.py
-draws what this measures.
+The echo of a tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers. It measures times, and
+how much the callee's peak of resident memory grows. Straight lines are good. A step shows a badly chosen threshold.
+plot.py draws the results.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from benchmarks.large_tensors import echo, echo_us
 from benchmarks.many_workers import Life
 from benchmarks.small_calls import nothing
 
-# Also both sides of three thresholds: a tensor leaves the body, the body is no longer eager, pieces begin.
+# These include sizes on both sides of three thresholds: a tensor leaves the body, the body is no longer eager, a tensor
+# is sent in pieces.
 SIZES = sorted([4**power for power in range(16)] + [2**15, 2**15 + 1, 2**18 + 1, 2**22 + 1])
 IN_FLIGHT = [1, 10, 100, 1_000, 10_000]
-# Memory is measured in new processes for each: pools that are warm hide what a size costs.
+# Each measurement of memory has new processes: warm pools would hide the cost of a size.
 MEMORY_SIZES = [1, 2**18, 2**22 + 1, 2**26, 2**30]
 WORKERS = [2, 4, 8, 16, 24, 32, 64]
-TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # larger jobs of TensorPipe end in errors
+TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # larger jobs on TensorPipe end in errors
 
 
 def memory_of(work: int) -> str:
@@ -79,7 +80,8 @@ def measure_memory_of_calls(calls: int) -> harness.Figures:
 
 
 class Sweep(jobs.RpcJob):
-    """A job that lives through all rounds for the times, and one of new processes for the memory of each work."""
+    """Measures times in a job that lives through all rounds, and the memory of each work in a job with new
+    processes."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """Runs contenders in turns and compares them.
 
-A benchmark asks one question. It measures figures, with the bounds that a ratio must keep. Its contenders are RPC jobs
-on UCX and on TensorPipe, and baselines such as a memcpy (jobs.py). They are measured one after the other, round by
-round, so that other load of the machine affects all alike. Reported are the medians over the rounds, lowest and
-highest, and the median of each round's ratio: ratios are what to trust on a shared machine.
+A benchmark asks one question. It measures figures, whose ratios must keep bounds. Its contenders are RPC jobs on UCX
+and on TensorPipe, and baselines such as a memcpy (jobs.py). They are measured one after the other in each round, so
+that other load of the machine affects all alike. The report has the median, lowest and highest figure of the rounds,
+and the median of each round's ratio. On a shared machine, trust the ratios.
 
-TensorPipe comes in two configurations, and a ratio is taken to the better one in each round. A contender that fails or
-hangs is left out from then on; its bounds count as missed.
+TensorPipe has two configurations. In each round the better one counts. A contender that fails or hangs is left out from
+then on, and its bounds count as missed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 Figures = dict[str, float]
 
-# Its configurations: as it comes, and with the transport and channels that it would have between hosts.
+# TensorPipe's configurations: the default, and the transport and channels that it would use between hosts.
 TENSORPIPES = ("TensorPipe", "TensorPipe, uv")
 
 
@@ -55,14 +55,14 @@ class Figure:
 
 
 class Contender(Protocol):
-    """``with`` starts a contender, which is then measured any number of times."""
+    """A contender. ``with`` starts it, and then it can be measured any number of times."""
 
     name: str
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: object) -> None: ...
     def measure(self) -> Figures:
-        """One round."""
+        """Measure one round."""
         ...
 
 
@@ -112,7 +112,7 @@ def p99(durations: Sequence[float]) -> float:
 
 @dataclasses.dataclass
 class Result:
-    """Every round of every contender, and why contenders have failed."""
+    """Every round of every contender, and the reasons of failures."""
 
     benchmark: Benchmark
     rounds: dict[str, list[Figures]]
@@ -122,7 +122,7 @@ class Result:
         return [figures[figure] for figures in self.rounds.get(contender, []) if figure in figures]
 
     def ratio(self, figure: Figure, bound: Bound) -> float | None:
-        """Return the median over the rounds of one contender's figure divided by the best other one."""
+        """Return the median over the rounds of the contender's figure divided by the best reference's."""
         values = self.values(bound.contender, figure.name)
         if bound.reference is not None:
             best = max if figure.more_is_better else min
@@ -166,7 +166,7 @@ def run(
     on_step: Callable[[str], None] = lambda _: None,
     on_figures: Callable[[str, Figures], None] = lambda _, __: None,
 ) -> Result:
-    """Measures all contenders in turns.
+    """Measure all contenders in turns.
 
     ``on_step`` gets the name of the contender before each step of steps(), and ``on_figures`` the results.
     """
@@ -225,7 +225,7 @@ def table(result: Result) -> Iterator[str]:
             values = result.values(name, figure.name)
             cells.append(spread(values) if values else "")
         if not any(cells):
-            continue  # results from before the figure was there
+            continue  # these results are older than the figure
         line = f"| {', '.join(filter(None, (figure.name, figure.unit)))} | " + " | ".join(cells)
         shown = False
         for bound in figure.bounds:
@@ -237,7 +237,7 @@ def table(result: Result) -> Iterator[str]:
             aim = "" if bound.aim is None else f"{relation} {bound.aim:g}"
             verdict = "" if bound.must is None else "holds" if figure.holds(ratio, bound.must) else "MISSED"
             against = _against(bound, names)
-            # The words are a row's title: in the column of the ratios they would make it as wide as they are.
+            # The words are the title of a row: in the column of ratios they would make that column too wide.
             head = f"{line} | {number(ratio)}{against}" if not shown else _row_of_ratio(against, names, ratio)
             yield f"{head} | {must} | {aim} | {verdict} |"
             shown = True
@@ -246,12 +246,13 @@ def table(result: Result) -> Iterator[str]:
 
 
 def _row_of_ratio(against: str, names: Sequence[str], ratio: float) -> str:
-    """A row for one ratio more of the figure above."""
+    """Return a row for a further ratio of the figure above."""
     return f"| {f'ratio{against}' if against else ''} | {' | '.join('' for _ in names)} | {number(ratio)}"
 
 
 def _against(bound: Bound, names: Sequence[str]) -> str:
-    """The contender of the ratio, unless it is the first, and its reference, unless that is TensorPipe's better one."""
+    """Return the contender of the ratio, unless it is the first one, and the reference, unless it is the better
+    TensorPipe."""
     of = "" if bound.contender == names[0] else f" of {bound.contender}"
     if bound.reference is None:
         return f"{of} by itself"

@@ -14,7 +14,7 @@ IDLE_S = 4.0
 
 
 def nothing() -> None:
-    """Connects."""
+    """The callee of a call that connects."""
 
 
 def used_s() -> float:

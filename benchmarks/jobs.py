@@ -1,7 +1,7 @@
 """Contenders: RPC jobs on UCX and on TensorPipe, and functions such as a memcpy.
 
-The jobs of a benchmark stay alive together. The others are stopped (SIGSTOP) while one is measured: an idle worker of
-TensorPipe spins and would take a core from the others.
+The jobs of a benchmark exist at the same time. While one is measured, the others are stopped (SIGSTOP): an idle worker
+on TensorPipe spins and would take a core.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """A backend and the transport that it must use."""
+    """A backend and the transport that it must use between workers."""
 
     name: str
     backend: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # A pattern of its lanes to another worker; TensorPipe does not report its own.
+    # A pattern of the lanes to another worker. TensorPipe does not report lanes.
     lanes: str = ""
-    # Another checkout, built in place, whose package the workers import instead of this one's.
+    # The workers import the package of this other checkout, which is built in place.
     tree: str = ""
 
     def rpc_backend_options(self, **more: Any) -> RpcBackendOptions:
@@ -54,8 +54,8 @@ class Transport:
 UCX = Transport("UCX", "UCX", lanes="sysv|posix")
 TENSORPIPE = Transport("TensorPipe", "TENSORPIPE")
 UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lanes=r"(?!.*(sysv|posix)).*tcp")
-# Without its transport and its channel for one host (shm, cma), as between hosts. mpt_uv sends large tensors over
-# several connections; without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
+# TensorPipe without the transport and the channel for one host (shm, cma), as between hosts. mpt_uv sends large tensors
+# over several connections. Without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
 TENSORPIPE_UV = Transport(
     "TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
 )
@@ -65,22 +65,22 @@ TRANSPORTS = (UCX, TENSORPIPE, UCX_TCP, TENSORPIPE_UV)
 
 
 def over_tcp(must: float, aim: float | None = None) -> Bound:
-    """The bound of UCX over TCP against TensorPipe's."""
+    """Return the bound of UCX over TCP against TensorPipe over TCP."""
     return Bound(must, aim, contender=UCX_TCP.name, reference=TENSORPIPE_UV.name)
 
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# The modules that workers have before they start. The time of the benchmarks' own modules counts for no contender.
+# Workers have these modules before they start, so importing the benchmarks' own modules counts for no contender.
 PRELOADED = ("torch.distributed.rpc", "benchmarks.many_workers")
 PROCESSES.set_forkserver_preload([*PRELOADED])
 
 
-# For workers to meet, for one round, and for the end of a job, each.
+# The limit for workers to meet, and for a round; and that for the end of a job.
 LIMIT_S = 180.0
 _END_S = 20.0
 
 
-# The lanes of the contenders' messages, as far as they report them.
+# The lanes of the contenders' messages, if they report them.
 LANES: dict[str, str] = {}
 
 
@@ -93,9 +93,9 @@ def _work(
     turns: Any,
     is_over: Any,
 ) -> None:
-    """A worker; only worker0 has ``turns``, whose end shows that it is gone.
+    """The body of a worker. Only worker0 has ``turns``, a pipe whose end shows that worker0 is gone.
 
-    ``is_over`` is for jobs in which workers are killed: it says when the job ends.
+    ``is_over`` is for jobs that kill workers: it says when the job ends.
     """
     try:
         os.environ.update(transport.environment)
@@ -123,7 +123,7 @@ def _work(
                 figures = measure()
                 lanes = _get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
                 turns.send(("figures", (figures, lanes)))
-        # A graceful shutdown ends as soon as a worker has died, in the middle of the job.
+        # A graceful shutdown would end as soon as a worker has died, in the middle of the job.
         if is_over is not None:
             is_over.poll(None)
         rpc.shutdown(graceful=is_over is None)
@@ -134,7 +134,8 @@ def _work(
 
 
 class RpcJob:
-    """Workers on this machine, named worker0, worker1 and so on; ``measure`` runs on worker0, and may kill others."""
+    """Workers on this machine, named worker0, worker1 and so on. ``measure`` runs on worker0, and may kill other
+    workers."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class RpcJob:
         return self._transport
 
     def afresh(self, transport: Transport) -> FreshRpcJob:
-        """The same job on this transport, with new processes every round."""
+        """Return the same job on this transport, with new processes every round."""
         return FreshRpcJob(transport, self._measure, workers=self._workers, limit_s=self._limit_s, kills=self._kills)
 
     def __enter__(self) -> RpcJob:
@@ -229,7 +230,7 @@ class RpcJob:
         return content
 
     def _failure(self, reason: str) -> ContenderFailed:
-        """The job's workers are killed, since they would take time from the other contenders."""
+        """Kill the job's workers, which would take time from other contenders, and return the error."""
         self._has_failed = True
         for process in self._processes:
             process.kill()
@@ -255,7 +256,7 @@ class RpcJob:
 
 
 class FreshRpcJob:
-    """The same job with new processes every round, for effects of the first time."""
+    """An `RpcJob` with new processes every round, to measure effects of the first time."""
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class FreshRpcJob:
 
 
 class Baseline:
-    """A function that measures in this process, or in one that it starts."""
+    """A function that measures in this process, or in a process that it starts."""
 
     def __init__(self, name: str, measure: Callable[[], Figures]) -> None:
         self.name = name
@@ -295,10 +296,10 @@ class Baseline:
 
 
 def against(benchmark: Benchmark, tree: Path) -> Benchmark:
-    """The same question, put to UCX of this checkout and of another one. There are ratios, and no bounds on them.
+    """Return the benchmark for UCX of this checkout and of another one. It has ratios, without bounds.
 
-    Each round has new processes. How two processes settle beside each other can move a figure by 15 % for all their
-    life, more than the differences in question.
+    Each round has new processes. How two processes share the machine can change a figure by 15 % for their whole life,
+    which is more than the differences in question.
     """
     jobs = [job for job in benchmark.contenders() if isinstance(job, RpcJob) and job.transport.backend == "UCX"]
     here = [job.afresh(job.transport) for job in jobs]

@@ -1,7 +1,7 @@
 """The record of a run of benchmarks, as JSON: every round, the machine, the versions, the commit.
 
-The file is written after each benchmark, so that a program that ends early leaves the earlier results. tables.py and
-plot.py read it.
+The file is written after each benchmark, so a program that ends early leaves the earlier results. tables.py and plot.py
+read it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Record:
-    """A file, to which results are added.
+    """A file to which results are added.
 
-    With ``keeps_others`` the results of other benchmarks, which the file has already, stay. Each says when and at
-    which commit it was measured.
+    With ``keeps_others`` the file keeps its results of other benchmarks. Each result has the time and the commit of its
+    measurement.
     """
 
     def __init__(self, file: Path, *, keeps_others: bool = False) -> None:
@@ -58,7 +58,7 @@ class Record:
 
 
 def circumstances() -> dict[str, Any]:
-    """Return the machine and the versions, without which a figure means nothing."""
+    """Return facts about the machine, and the versions: without these a figure means nothing."""
     import torch
 
     import torch_ucx_rpc
@@ -80,16 +80,17 @@ def circumstances() -> dict[str, Any]:
 
 
 def _gpu() -> str:
-    """The GPU's name and driver, and how processes share it: in turns, or through NVIDIA's Multi-Process Service."""
+    """Return the GPU's name and driver, and how processes share it: in turns, or through NVIDIA's Multi-Process
+    Service."""
     named = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     shared = "MPS" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else "time slices"
     return f"{named[0] if named else 'unknown'}, shared by {shared}"
 
 
 def commit() -> str:
-    """The commit of this checkout, with "-dirty" if the package or the benchmarks differ from it.
+    """Return the commit of this checkout, with "-dirty" if the package or the benchmarks differ from it.
 
-    A copy of the files alone has the commit in the variable COMMIT, if anywhere.
+    A copy without the repository may have the commit in the variable COMMIT.
     """
     if named := os.environ.get("COMMIT"):
         return named

@@ -1,8 +1,8 @@
 """How fast do large tensors travel?
 
-The echo of 1 MiB and of 64 MiB between two workers on one host. Beside it what the machine can do: a memcpy of 64 MiB
-within warm memory, and UCX's own ucx_perftest with messages of 64 MiB over the lanes that the workers use (cma cannot
-report dead peers, so they do without it).
+The echo of 1 MiB and of 64 MiB between two workers on one host. It is compared with the limits of the machine: a memcpy
+of 64 MiB within warm memory, and UCX's own ucx_perftest with messages of 64 MiB. The latter uses the workers' lanes,
+which exclude cma, since cma cannot report dead peers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def echo_us(tensor: torch.Tensor, count: int) -> list[float]:
-    """Return the durations of ``count`` echoes, sorted. An answer dies before the next call, as in a program that uses
-    it up."""
+    """Return the durations of ``count`` echoes, sorted. Each answer is freed before the next call, as in a program that
+    has used it."""
     return harness.durations_us(lambda: rpc.rpc_sync("worker1", echo, (tensor,)), count)
 
 
@@ -38,7 +38,7 @@ def measure() -> harness.Figures:
     figures = {}
     for name, size, calls in (("1 MiB", MIB, SMALL_CALLS), ("64 MiB", LARGE, LARGE_CALLS)):
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # this also warms up
         figures[name] = harness.p50(echo_us(tensor, calls))
     return {
         "echo of 1 MiB, p50": figures["1 MiB"],
@@ -84,34 +84,34 @@ def ucx_perftest(
                     return perftest_bandwidth(client.stdout)
                 if time.monotonic() > give_up_at:
                     raise RuntimeError(f"ucx_perftest failed: {client.stdout}{client.stderr}")
-                time.sleep(0.05)  # the server has not opened its port yet
+                time.sleep(0.05)  # the server may not have opened its port yet
         finally:
             server.terminate()
 
 
 def perftest_environment(libraries: Path, lanes: str) -> dict[str, str]:
-    """Return an environment in which the loader finds the UCX in ``libraries``, beside the folders that it has
-    already."""
+    """Return an environment in which the loader also finds the UCX in ``libraries``."""
     others = os.environ.get("LD_LIBRARY_PATH", "")
     path = f"{libraries}:{others}" if others else str(libraries)
     return {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": path}
 
 
 def perftest_bandwidth(output: str) -> float:
-    """The overall bandwidth, in GiB/s, that `ucx_perftest -f -v` says in its last line of figures.
+    """Return the overall bandwidth, in GiB/s, from the last line of figures of `ucx_perftest -f -v`.
 
-    UCX's own messages may come after that line, at the end of a process that has used a GPU for one.
+    UCX's own messages may follow that line, for example at the end of a process that has used a GPU.
     """
     return _perftest_figures(output)[-3] / 1024
 
 
 def perftest_latency_us(output: str) -> float:
-    """The median latency, in microseconds and one way, that `ucx_perftest -f -v` says."""
+    """Return the median latency, in microseconds and one way, from `ucx_perftest -f -v`."""
     return _perftest_figures(output)[1]
 
 
 def _perftest_figures(output: str) -> list[float]:
-    """Iterations; latency or overhead in us: median, average, overall; MiB/s and messages/s: average, overall."""
+    """Return the figures: iterations; latency or overhead in us (median, average, overall); MiB/s and messages/s
+    (average, overall)."""
     for line in reversed(output.splitlines()):
         try:
             figures = [float(field) for field in line.split(",")]

@@ -1,7 +1,8 @@
 """How long is a launcher's job from its command to its end, and how much memory do its workers take?
 
-`torch-ucx-rpc run` forks workers from a process that has imported torch, or starts each by exec; torchrun does the
-latter. They do as in the life of a job (many_workers.py): init_rpc, the first call of all pairs, shutdown.
+`torch-ucx-rpc run` forks workers from a process that has imported torch, or starts each by exec. torchrun does the
+latter. The workers do the same as in the life of a job (many_workers.py): init_rpc, the first call of all pairs,
+shutdown.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TENSORPIPE = jobs.TENSORPIPE_UV.name
 
 
 def job(launcher: tuple[str, ...], workers: int, *program: str) -> tuple[float, str]:
-    """Return the seconds from the command to its end, and what the workers have written."""
+    """Run a job. Return the seconds from the command to its end, and the workers' output."""
     command = [sys.executable, *launcher, str(workers), *program]
     started = time.perf_counter()
     with subprocess.Popen(
@@ -46,7 +47,7 @@ def job(launcher: tuple[str, ...], workers: int, *program: str) -> tuple[float, 
         try:
             said, complaints = run.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired as error:
-            os.killpg(run.pid, signal.SIGKILL)  # workers too: they would take time from the next contender
+            os.killpg(run.pid, signal.SIGKILL)  # workers too, which would take time from the next contender
             raise harness.ContenderFailed(f"{workers} workers have not ended in {LIMIT_S} s: {command}") from error
     took = time.perf_counter() - started
     done = said.count("is done")

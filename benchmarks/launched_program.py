@@ -1,4 +1,4 @@
-"""A worker whose life launched.py measures: init_rpc, the first call of all pairs, shutdown; a launcher starts it.
+"""A worker that a launcher starts and whose life launched.py measures: init_rpc, the first call of all pairs, shutdown.
 
     launched_program.py UCX|TENSORPIPE OPTIONS [memory]
 
@@ -32,7 +32,7 @@ def pss_kib() -> int:
 
 
 def live(backend: str, options: dict[str, Any], rank: int, workers: int, measures: bool) -> int:
-    """Returns the memory in KiB; 0 if it is not measured."""
+    """Run the worker. Return its memory in KiB, or 0 if it is not measured."""
     torch.set_num_threads(1)
     backend_options: RpcBackendOptions
     if backend == "UCX":

@@ -1,10 +1,9 @@
 """What do many workers on few cores cost?
 
-Eight workers that all call all others at once; and the life of a job of 2, 8, 24 and 64 workers: how long it takes
-until all run and have imported what they need, then init_rpc, the first call of all pairs, and shutdown. Workers are
-forked from a process that has imported torch, with which TensorPipe comes: the first stage is the start of the
-processes, and of this backend also its import. "UCX, preloaded" is forked from a process that has imported this package
-too, as a program's own fork server may.
+First, eight workers each call all others at once. Second, the life of a job of 2, 8, 24 and 64 workers, in stages: all
+run and have imported what they need, init_rpc, the first call of all pairs, shutdown. Workers are forked from a process
+that has imported torch, which contains TensorPipe. So only on UCX the first stage includes an import of the
+backend. "UCX, preloaded" is forked from a process that has also imported this package, as a program's own fork server may.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def nothing() -> None:
 
 
 def call_all_others(calls: int) -> None:
-    """Calls of this worker to every other, all at once, ``calls`` times each."""
+    """Make ``calls`` calls from this worker to each other one, all at once."""
     others = [info.id for info in _get_current_rpc_agent().get_worker_infos()]
     me = rpc.get_worker_info().id
     torch.futures.wait_all([rpc.rpc_async(rank, nothing) for _ in range(calls) for rank in others if rank != me])
@@ -68,7 +67,8 @@ def _live(rank: int, workers: int, transport: jobs.Transport, store: str, stages
 
 
 def live(transport: jobs.Transport, workers: int) -> harness.Figures:
-    """One job's life, in seconds; `harness.ContenderFailed` where a stage does not end in LIFE_LIMIT_S."""
+    """Return the stages of one job's life, in seconds. Raise `harness.ContenderFailed` if a stage does not end in
+    LIFE_LIMIT_S."""
     stages = jobs.PROCESSES.Barrier(workers + 1)
     reports = jobs.PROCESSES.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def live(transport: jobs.Transport, workers: int) -> harness.Figures:
 
 
 class Life(jobs.Baseline):
-    """A job that lives and ends in every round."""
+    """A job that starts and ends in every round."""
 
     def __init__(self, transport: jobs.Transport, *sizes: int) -> None:
         super().__init__(transport.name, lambda: lives(transport, *sizes))
@@ -147,14 +147,14 @@ def preloaded_lives(*sizes: int) -> harness.Figures:
 
 
 def print_preloaded_lives(*sizes: int) -> None:
-    """By a program of its own: one process has one fork server."""
+    """Measure in a separate program, since a process has only one fork server."""
     jobs.PROCESSES.set_forkserver_preload([*jobs.PRELOADED, "torch_ucx_rpc"])
     start_fork_server()
     print(json.dumps(lives(jobs.UCX, *sizes)))
 
 
 SIZES = (2, 8, 24, 64)
-# With its transport for one host TensorPipe's workers do not come up any more at 40.
+# On TensorPipe with its transport for one host, jobs of 40 workers do not start.
 SIZES_OF_TENSORPIPE = (2, 8, 24)
 PRELOADED = "UCX, preloaded"
 

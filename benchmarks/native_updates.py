@@ -1,8 +1,8 @@
 """How many updates a second does a parameter server apply?
 
-Four clients send gradients of 4 KB to a server, which adds each to a parameter: by an operator that numba compiled
-(`torch_ucx_rpc.native_op`), within a TorchScript function, or by a Python function. Once while Python does nothing else
-on the server, and once while a thread there computes in Python.
+Four clients send gradients of 4 KB to a server. It adds each to a parameter: by an operator that numba compiled
+(`torch_ucx_rpc.native_op`) within a TorchScript function, or by a Python function. This is measured while the server's
+Python does nothing else, and while a thread of the server computes in Python.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def update_in_python(parameter: RRef[Tensor], gradient: Tensor) -> None:
 
 
 class Busy:
-    """A thread of the server that keeps Python busy."""
+    """Keep the server's Python busy by a thread."""
 
     current: Busy | None = None
 
@@ -98,12 +98,12 @@ def rate(parameter: RRef[Tensor], is_native: bool, count: int) -> float:
 def measure(is_native: bool) -> harness.Figures:
     parameter = rpc.remote("worker1", torch.zeros, ([NUMBERS],))
     warm_up = 20
-    rate(parameter, is_native, warm_up)  # and compiles
+    rate(parameter, is_native, warm_up)  # this also compiles
     idle = rate(parameter, is_native, UPDATES)
     rpc.rpc_sync("worker1", Busy.start)
     busy = rate(parameter, is_native, UPDATES_WHILE_BUSY)
     rpc.rpc_sync("worker1", Busy.end)
-    # Threads that run torch's add_ at once may overwrite each other's updates.
+    # Threads that run torch's add_ at the same time may overwrite each other's updates.
     if is_native:
         expected = CLIENTS * (warm_up + UPDATES + UPDATES_WHILE_BUSY)
         assert torch.equal(parameter.to_here(), torch.full((NUMBERS,), float(expected)))

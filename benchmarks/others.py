@@ -1,9 +1,9 @@
 """How do other libraries do?
 
 The echo of an array of 1 KB and of 64 MiB between two processes on one host, and of 1, 10 and 100 arrays of 1 KB at
-once: RPC on UCX and on TensorPipe, and beside them Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch, as far
-as they are installed. ``tools/record_benchmarks.sh`` installs them into an environment of their own. The lanes that
-carried the bytes are printed and kept; wrong lanes are a failure. `peers` has a program for each library.
+once: RPC on UCX and on TensorPipe, and those of Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch that are
+installed. ``tools/record_benchmarks.sh`` installs them into a separate environment. The lanes that carried the bytes
+are printed and kept. Wrong lanes are a failure. `peers` has a program for each library.
 
     BENCH_PEERS_PYTHON=.venv-peers/bin/python python -m benchmarks.others
 """
@@ -35,18 +35,18 @@ LIMIT_S = 180
 
 @dataclasses.dataclass(frozen=True)
 class Other:
-    """A contender that `peers` measures in a process of its own."""
+    """A contender that `peers` measures in its own process."""
 
     name: str
-    # The module that it imports.
+    # The module that the library is imported by.
     module: str
-    # A pattern of its lanes.
+    # A pattern of the lanes that it must use.
     lanes: str
     launcher: tuple[str, ...] = ()
 
     @property
     def python(self) -> str:
-        """Gloo is part of torch, so it is in this Python."""
+        """The Python that has the library. Gloo is part of torch, so it is in this Python."""
         return sys.executable if self.module == "torch" else os.environ.get("BENCH_PEERS_PYTHON", "")
 
     @functools.cache  # noqa: B019  (there are nine, for the life of the program)
@@ -68,7 +68,7 @@ class Other:
         )
         if run.returncode != 0:
             raise harness.ContenderFailed(f"{self.name}: {run.stderr[-2000:]}")
-        # Libraries speak on stdout too.
+        # Libraries may write to stdout too.
         figures: harness.Figures = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
         lanes = str(figures.pop("lanes"))
         if not re.search(self.lanes, lanes):
@@ -92,7 +92,7 @@ OTHERS = (
 
 
 def measure() -> harness.Figures:
-    """Like `peers`, but with tensors."""
+    """Measure like `peers`, but with tensors."""
     figures = {}
     for name, (array, calls) in ARRAYS.items():
         tensor = torch.from_numpy(array)

@@ -1,8 +1,8 @@
 """What does a worker do if it is called faster than it can answer?
 
-10,000 calls of 1 MiB at once, from worker1, worker2 and worker3 together, to worker0, which sums each: throughput, and
-the growth of worker0's peak of resident memory. At the same time worker4, and worker1 itself, make small calls to
-worker0, one after the other. How long do those take?
+worker1, worker2 and worker3 together make 10,000 calls of 1 MiB at once to worker0, which sums each. It measures the
+throughput, and how much worker0's peak of resident memory grows. At the same time worker4, and worker1 itself, make
+small calls to worker0, one after the other. How long do these take?
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.in_flight import MIB, forget_peak, resident_mib
 from benchmarks.small_calls import nothing
 
 SENDERS = {"worker1": 3_334, "worker2": 3_333, "worker3": 3_333}
-# A sender's calls share this many tensors: calls queue, not the memory of their callers.
+# A sender's calls share this many tensors, so that the queue of calls takes little memory of the callers.
 TENSORS = 16
 WINDOW_MIB = 64
 

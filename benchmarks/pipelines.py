@@ -1,13 +1,14 @@
 """What does a pipeline cost beside PyTorch's own?
 
 * TUTORIAL: the model of PyTorch's pipeline tutorial (examples/tutorials/pipeline_parallel.py), whose driver calls each
-  stage for each micro-batch, against `DistributedPipeline`; and torch.distributed.pipelining on gloo with the same
-  schedule.
-* MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal uses the
-  durations that the sleeps took, since a sleep is longer than asked for.
-* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them again. Beside it
-  the same model in one process by `torch.utils.checkpoint`: how long a forward is beside a backward is the model's.
-* RECOVERY: a stage is killed in a step; how long that step takes until a spare has taken over.
+  stage for each micro-batch. It is compared with `DistributedPipeline`, and with torch.distributed.pipelining on gloo
+  with the same schedule.
+* MAKESPAN: eight stages that sleep for 5 ms in the forward and 10 ms in the backward, compared with the ideal of the
+  schedule. The ideal uses the real durations of the sleeps.
+* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them again. It is
+  compared with the same model in one process with `torch.utils.checkpoint`, since the ratio of forward to backward
+  depends on the model.
+* RECOVERY: a stage is killed in a step. How long does that step take until a spare has taken over?
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def step_ms(step: Callable[[], object], count: int = STEPS) -> float:
 
 
 class Shard(nn.Module):
-    """The stage fetches its input from its owner, as in the tutorial."""
+    """A stage that fetches its input from the input's owner, as in the tutorial."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ def ours(schedule: str) -> harness.Figures:
 
 
 class GlooPipeline:
-    """torch.distributed.pipelining on gloo: two processes, a stage each, which begin each step together."""
+    """torch.distributed.pipelining on gloo: two processes with a stage each begin each step together."""
 
     name = "torch pipelining, gloo"
 
@@ -177,7 +178,7 @@ def _gloo_stage(rank: int, store: str, turns: Any) -> None:
             schedule.step(target=targets, losses=[])
         optimizer.step()
         optimizer.zero_grad()
-        # Ours returns with the loss in the driver's hands: here the last stage has it when the first may go on.
+        # Our step returns when the driver has the loss. So here the first stage waits until the last one has it.
         dist.barrier()
 
     if rank == 1:
@@ -259,7 +260,7 @@ def _mean(output: torch.Tensor) -> torch.Tensor:
 
 
 def _sleeps_s() -> float:
-    """The time of the two sleeps on this machine at this moment."""
+    """Return the duration of the two sleeps on this machine now."""
 
     def measured(seconds: float) -> float:
         durations = []
@@ -285,7 +286,7 @@ def makespan() -> harness.Figures:
         pipe.step(batch)
         ratios = []
         for _ in range(3):
-            # The first micro-batch goes through all stages and back, and the others follow it.
+            # The first micro-batch goes through all stages and back, and the others follow one by one.
             ideal = (micro_batches + STAGES - 1) * _sleeps_s()
             begin = time.perf_counter()
             pipe.step(batch)
@@ -326,7 +327,7 @@ def peak_and_present_bytes() -> tuple[float, float]:
 
 
 def forget_peak() -> None:
-    # The allocator would reuse memory of earlier steps, which would not show.
+    # Reused memory of earlier steps would hide the growth.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -343,12 +344,12 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def _count_exactly() -> None:
-    """From now on this process gives memory back as soon as it is free, except small blocks."""
+    """Make this process return memory as soon as it is free, except small blocks."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
 
 
 def _both_ways(worker: str) -> dict[bool, Any]:
-    """Pipelines of one stage that has made a step: by whether they rematerialize."""
+    """Return two pipelines of one stage that have made a step. The key says whether the pipeline rematerializes."""
     from torch_ucx_rpc import pipeline
 
     pipes = {
@@ -372,7 +373,7 @@ def rematerialization() -> harness.Figures:
             pipe.step(batch)
             times[again] = time.perf_counter() - begin
         ratios.append(times[True] / times[False])
-    # The measurement has a worker of its own, which gives freed memory back at once.
+    # A separate worker measures memory. It returns freed memory at once.
     rpc.rpc_sync("worker2", _count_exactly)
     for again, pipe in _both_ways("worker2").items():
         rpc.rpc_sync("worker2", forget_peak)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.plot FILE [--folder docs/figures]
 
-Latency, throughput and memory against size, the share of a call and memory against calls in flight, the life of a job
-against its workers: medians over the rounds, and bands from the lowest to the highest. Latency and throughput beside
-other libraries: medians, and whiskers.
+It plots latency, throughput and memory over the size, a call's share and memory over the calls in flight, and the life
+of a job over its workers: medians over the rounds, and bands from the lowest to the highest. It also plots latency and
+throughput of other libraries: medians, with whiskers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-# Text stays text: outlines of its letters would be most of a file.
+# Keep text as text: the outlines of letters would be most of a file.
 matplotlib.rcParams["svg.fonttype"] = "none"
-# The ids of its parts would be random, and each drawing of the same figures another file.
+# Without this, ids are random, and each drawing of the same figures is another file.
 matplotlib.rcParams["svg.hashsalt"] = "torch_ucx_rpc"
 
 COLORS = {"UCX": "#1f6f43", "TensorPipe": "#c0392b", "UCX, tcp": "#76b58f", "TensorPipe, uv": "#e39a90"}
@@ -40,12 +40,13 @@ def draw(
     y_of: Callable[[float, float], float] = lambda _, y: y,
     y_scale: str = "log",
 ) -> None:
-    """One line for each contender, on logarithmic axes, of the figures whose name ``x_of`` reads as a number."""
+    """Draw a line for each contender, on logarithmic axes. The points are the figures whose name ``x_of`` reads as a
+    number."""
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     all_xs: set[float] = set()
     for contender, turns in rounds.items():
         points = []
-        # A contender that has failed lacks some figures, or all.
+        # A failed contender lacks some or all figures.
         for name in dict.fromkeys(name for turn in turns for name in turn):
             x = x_of(name)
             if x is not None:
@@ -61,7 +62,7 @@ def draw(
         axes.fill_between(xs, lowest, highest, alpha=0.15, color=color)
     axes.set(title=title, xlabel=x_label, ylabel=y_label, xscale="log", yscale=y_scale)
     if len(all_xs) < 10:
-        # Each where it was measured: within few decades the labels of a logarithmic axis would overlap.
+        # Label only the measured values: on a short logarithmic axis other labels would overlap.
         ticks = sorted(all_xs)
         axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
         axes.minorticks_off()
@@ -71,13 +72,13 @@ def draw(
     plt.close(figure)
 
 
-# Columns of `others` that the picture leaves out: a second way to use a library that has a better one there.
+# The picture leaves out these columns of `others`: they are slower ways to use a library.
 LEFT_OUT = ("TensorPipe, uv", "UCXX plain", "mpi4py pickled", "gRPC tcp")
 GIB_BOTH_WAYS = 2 * 2**26 / 2**30
 
 
 def draw_others(rounds: dict[str, list[dict[str, float]]], file: Path) -> None:
-    """Bars for each library: the echo of 1 KB, ten of them at once, and the throughput of 64 MiB."""
+    """Draw bars for each library: the echo of 1 KB, ten of them at once, and the throughput of 64 MiB."""
     panels: list[tuple[str, str, Callable[[float], float], bool]] = [
         ("1 KB", "echo of 1 KB, us\n(shorter is better)", lambda us: us, True),
         ("1 KB, 10 in flight", "each of ten at once, us\n(shorter is better)", lambda us: us, True),

@@ -4,11 +4,12 @@
     python benchmarks/real_start.py 256 --against FOLDER --rounds 3    in turns with the package built in that folder
     python benchmarks/real_start.py 256 --simulated                    then the simulation of the same
 
-Each job is a process that has imported torch and the package, and forks the workers. They share the processors: the
-simulation (simulated_start.py) gets the CPU time of a worker, divided by the processors, and must then give the same
-time and bytes, to within 30 %. Memory is one worker's alone (private pages).
+Each job is a process that has imported torch and the package, and forks the workers. They share the processors. The
+simulation (simulated_start.py) gets the CPU time of a worker, divided by the number of processors. Then it must give
+the same time and bytes to within 30 %. Memory is the private pages of one worker.
 
-The Store alone uses the loopback interface here, and the kernel counts its bytes. If other programs use it too:
+Only the Store uses the loopback interface here, and the kernel counts the bytes. If other programs use that interface
+too:
 
     unshare --net sh -c 'ip link set lo up; python benchmarks/real_start.py 256'
 """
@@ -33,7 +34,7 @@ COLUMNS = ("init, s", "CPU of a worker, s", "Store, MB", "worker, MiB", "shutdow
 
 
 def job(workers: int) -> dict[str, float]:
-    """One job: totals, a mean, and the busiest worker."""
+    """Run one job. Return totals, a mean, and figures of the busiest worker."""
     import gc
     import time
 
@@ -42,7 +43,7 @@ def job(workers: int) -> dict[str, float]:
     import torch_ucx_rpc  # noqa: F401
 
     gc.freeze()
-    # Neither the sockets of all workers here nor the processes that rank 0 watches are too many.
+    # The limit must allow the sockets of all workers in this process, and the processes that rank 0 watches.
     files = max(1024, 4 * workers + 200)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, max(files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
     with socket.socket() as reserved:
@@ -100,7 +101,7 @@ def work(rank: int, workers: int, url: str, orders: socket.socket) -> None:
             last.update(met=met, files=len(list(Path("/proc/self/fd").iterdir())))
         shut_down(agent)
 
-    # The agent is about to end, and has met all that it will meet.
+    # When the agent is about to end, it has met all workers that it will meet.
     UcxRpcAgent.shutdown = count_and_shut_down  # type: ignore[assignment, method-assign]
     try:
         orders.recv(1)
@@ -110,7 +111,7 @@ def work(rank: int, workers: int, url: str, orders: socket.socket) -> None:
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
         orders.sendall(json.dumps({"cpu": cpu_s() - before}).encode() + b"\n")
         orders.recv(1)
-        # The import is a step of its own, since it takes a worker longer than init_rpc.
+        # The import is a separate step, since it takes a worker longer than init_rpc.
         orders.sendall(json.dumps({"memory": private_mib()}).encode() + b"\n")
         orders.recv(1)
         rpc.shutdown()
@@ -136,7 +137,7 @@ def loopback_bytes() -> int:
 
 
 def measure(package: Path, workers: int) -> dict[str, float]:
-    # With this setting only the Store uses the loopback interface.
+    # This setting leaves the loopback interface to the Store.
     environ = {**os.environ, "PYTHONPATH": str(package), "UCX_TLS": "sm,self", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--job", str(workers)]
     done = subprocess.run(command, env=environ, cwd=package, stdout=subprocess.PIPE, check=True, timeout=2 * LIMIT_S)

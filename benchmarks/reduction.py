@@ -1,12 +1,12 @@
 """What does a step of data-parallel training cost if its gradients go through a server?
 
-Four trainers on one host, and models whose gradients have 1, 10 and 100 MB and cost next to nothing to compute: how
-long a step takes (forward, backward, gradients averaged), by the slowest trainer's clock. With DistributedDataParallel
-and the hook of `torch_ucx_rpc.reduction`, shared by the trainers themselves or by one more worker; with `DataParallel`;
-with DistributedDataParallel on gloo; and with a server as one would write it by hand, with ``rpc_sync``.
+Four trainers on one host train models whose gradients have 1, 10 and 100 MB and cost almost nothing to compute. How
+long does a step take (forward, backward, average) for the slowest trainer? The contenders are: DistributedDataParallel
+with the hook of `torch_ucx_rpc.reduction`, hosted by the trainers themselves or by another worker; `DataParallel`;
+DistributedDataParallel on gloo; and a server written by hand with ``rpc_sync``.
 
-Then disturbances: one of four trainers is killed, and the slowest of the next steps is compared with a usual one; and
-one computes ten times as long as the others, which do not wait for it (``quorum=3``).
+Then there are disturbances. One of four trainers is killed: the slowest of the next steps is compared with a usual one.
+One trainer computes ten times as long as the others, which do not wait for it (``quorum=3``).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _T = TypeVar("_T")
 
 TRAINERS = 4
 SIZES = {"1 MB": (1_000_000, 100), "10 MB": (10_000_000, 40), "100 MB": (100_000_000, 8)}
-# DDP makes its final buckets after the first step, and the hook knows them after two steps more. The first step with
-# them still makes the memory of all that follow.
+# DDP makes its final buckets after the first step, and the hook knows them two steps later. The first step with them
+# allocates the memory for all later steps.
 WARM_UP = 5
 GLOO, PLAIN = "gloo's DDP", "rpc_sync loop"
 HOOK, ONE_SERVER, WITHOUT_C10D = "UCX", "UCX, one server", "UCX, DataParallel"
@@ -47,7 +47,7 @@ HOOK_ON_TENSORPIPE, HOOK_ON_TENSORPIPE_UV = harness.TENSORPIPES
 
 
 class Wide(nn.Module):
-    """Parameters of this many bytes; each step needs all their gradients."""
+    """A model with parameters of this many bytes. Each step needs all their gradients."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Wide(nn.Module):
 
 
 class Sum:
-    """Calls of trainers wait here, each in its own thread, for all trainers."""
+    """The sum of a step. The calls of trainers wait here, each in its own thread, until all trainers have called."""
 
     def __init__(self) -> None:
         self.arrived = threading.Condition()
@@ -107,12 +107,12 @@ def average_by_hand(model: nn.Module) -> None:
 
 
 def wrapped(way: str, model: nn.Module, name: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
-    """The model that is called, and the treatment of gradients after backward."""
+    """Return the model to call, and what to do with gradients after the backward."""
     trainers = [f"worker{rank}" for rank in range(TRAINERS)]
     if way == PLAIN:
         return model, average_by_hand
     if way == WITHOUT_C10D:
-        # A new server waits for all trainers. One that has begun takes them as they come, each with steps of its own.
+        # Each model has its own server, since only a new server waits for all trainers.
         return reduction.DataParallel(model, reduction.serve(name=name)), lambda _: None
     ddp = DistributedDataParallel(model)
     if way != GLOO:
@@ -127,7 +127,7 @@ def begin(store: str, rank: int) -> None:
 
 
 def train(way: str, nbytes: int, steps: int) -> float:
-    """Milliseconds a step."""
+    """Return the milliseconds of a step."""
     model = Wide(nbytes)
     called, average = wrapped(way, model, f"{nbytes} bytes")
     x = torch.ones(())
@@ -179,7 +179,7 @@ STEP = harness.Benchmark(
         )
         for size in SIZES
     ),
-    # New processes every round: leftovers of their models would count as the next one's memory.
+    # Each round has new processes: what a model leaves would count as memory of the next one.
     contenders=lambda: [
         job(jobs.UCX, HOOK, HOOK),
         job(jobs.UCX, GLOO, GLOO),
@@ -197,12 +197,12 @@ STEP = harness.Benchmark(
 
 DISTURBED_STEPS, KILLED_AT = 60, 30
 COMPUTING_S, SLOW = 0.02, 10
-# Names of trainings that this worker is to end.
+# The names of trainings that this worker must end.
 _over: set[str] = set()
 
 
 def train_disturbed(name: str, computing_s: float, quorum: int | None, killed_at: int | None) -> list[float]:
-    """The duration of each step, in milliseconds."""
+    """Return the duration of each step, in milliseconds."""
     steps = DISTURBED_STEPS
     model = reduction.DataParallel(Wide(1_000_000), reduction.serve("worker0", name=name), quorum=quorum)
     durations = []

@@ -1,9 +1,9 @@
 """What does one more worker cost: time to start, and memory and open files for each peer?
 
-All workers on this machine, each an interpreter of its own. They start together, each calls every other once, and they
-shut down together. It reports, for each number of workers, the wall time of the three steps, and the median over the
-workers (lowest to highest) of memory and open files, at rest and after all have been called. Memory is the process's
-proportional share (Pss), in which what processes share is counted once.
+All workers are on this machine, each in its own interpreter. They start together, each calls every other once, and they
+shut down together. For each number of workers, it reports the wall time of the three steps. It also reports the median
+over the workers (lowest to highest) of memory and open files, at rest and after all calls. Memory is the proportional
+share (Pss), in which memory that processes share counts once.
 
     python benchmarks/scaling.py [--workers 2 4 8 16 32 64] [--tcp] [--json FILE]
 """
@@ -61,7 +61,7 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
     """Return the report of each worker after each step."""
     spawn = mp.get_context("spawn")
     steps = {}
-    # Held, without listening, it is free for rank 0 alone.
+    # This socket does not listen, so it reserves the port for rank 0.
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -74,7 +74,7 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
         for worker in workers:
             worker.start()
         for _, theirs in ends:
-            # With the worker's own copy goes the last one: its end is noticed.
+            # Only the worker keeps a copy, so this process notices the worker's end.
             theirs.close()
         for step in ("import", "start", "call", "shut down"):
             started = time.perf_counter()

@@ -1,14 +1,14 @@
 """What does a call by name cost, and what do many names?
 
-Calls: a service is called by its name, and the same function by ``rpc_sync``, in turns within one job; the ratio of the
-two in each round counts. Three replicas are called likewise, and a name by asynchronous calls.
+Calls: one job calls a service by its name, and the same function by ``rpc_sync``, in turns. The ratio of the two in
+each round counts. The same is done with three replicas, and with asynchronous calls by name.
 
-The death of a replica: 1,000 idempotent calls to three replicas, of which one is killed after the first few; how many
-fail, and how long after the kill the caller's table is without its names. The kernel needs most of that time to end the
-process: a poll of its file shows when it has.
+The death of a replica: of 1,000 idempotent calls to three replicas, how many fail if one replica is killed after the
+first few? How long after the kill does the caller's table lose the replica's names? The kernel needs most of that time
+to end the process. A poll of the process's descriptor shows when it has.
 
-Joining: 63 workers are members of a group without a size and offer 100 names each, or none. Another joins, makes one
-call, by name or by ``rpc_sync``, and leaves; how long joining takes, and joining with that call.
+Joining: 63 workers are members of a group without a size, and offer 100 names each, or none. Another worker joins,
+makes one call, by name or by ``rpc_sync``, and leaves. How long does joining take, without and with that call?
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def nap() -> None:
 
 
 def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median duration of each, in microseconds; which comes first changes from turn to turn."""
+    """Return the median duration of each, in microseconds. The order changes from turn to turn."""
     durations: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
     for _ in range(TURNS):

@@ -1,9 +1,9 @@
-// Simulates the barriers of a shutdown in one thread: the product's Barrier for each worker, a network with a delay and
-// a bandwidth between them, and no processes. simulated_start.py compiles and runs it.
+// Simulates the barriers of a shutdown in one thread, without processes: each worker has the product's Barrier, and the
+// network has a delay and a bandwidth. simulated_start.py compiles and runs it.
 //
 //     simulated_barrier WORKERS FAN_OUT LATE_PER_CENT LATE_S DEATHS
 //
-// Prints JSON: simulated seconds of two rounds, and of the busiest worker its frames, bytes and contacts.
+// Prints JSON: the simulated seconds of two rounds, and the frames, bytes and contacts of the busiest worker.
 
 #include "peers/barrier.h"
 #include "wire/header.h"
@@ -26,11 +26,11 @@ namespace {
 
 constexpr double kDelayS = 50e-6;
 constexpr double kBytesPerS = 10e9 / 8;
-constexpr double kFrameS = 5e-6; // of a worker's time, to send or to receive one
-constexpr double kConnectS = 1.2e-3; // of a worker's time, to meet another one: measured over TCP with 64 workers
+constexpr double kFrameS = 5e-6; // a worker's time to send or receive a frame
+constexpr double kConnectS = 1.2e-3; // a worker's time to meet another one, measured over TCP with 64 workers
 constexpr double kTickS = 0.1;
 constexpr uint64_t kRounds = 2; // a shutdown without open calls
-constexpr size_t kFrameBytes = sizeof(wire::Header) + 100; // and those of the protocols below
+constexpr size_t kFrameBytes = sizeof(wire::Header) + 100; // 100 bytes for the protocols below
 
 class Simulation;
 
@@ -50,7 +50,7 @@ class Worker final : public Barrier::Link {
 
   Barrier barrier;
   std::set<Rank> met;
-  std::set<Rank> noticed; // have died
+  std::set<Rank> noticed; // the dead that this worker knows
   bool isDead = false;
   uint64_t entered = 0;
   double busyUntil = 0;
@@ -91,7 +91,7 @@ class Simulation {
     }
   }
 
-  // A frame leaves when its sender has time, and is taken when its receiver has.
+  // A frame leaves when its sender has time, and is taken in when its receiver has time.
   void send(Rank from, Rank to, size_t bytes, std::function<void(Worker&)> take) {
     meet(from, to);
     const double sent = spend(from, kFrameS + static_cast<double>(bytes) / kBytesPerS, bytes);
@@ -144,7 +144,7 @@ class Simulation {
     }
   };
 
-  // The time at which the worker is done with this much work.
+  // Returns the time at which the worker is done with this much work.
   double spend(Rank rank, double seconds, size_t bytes) {
     Worker& worker = at(rank);
     ++worker.frames;
@@ -194,7 +194,7 @@ Rank Worker::endOfRanks() const {
 }
 
 void Worker::sendArrive(Rank to, uint64_t round, const Barrier::Arrivals& arrivals) {
-  // Its runs: all have the same value.
+  // Count the runs of ranks. All values are the same.
   size_t runs = arrivals.gone.size();
   Rank next = -1;
   for (const auto& [rank, value] : arrivals.values) {

@@ -5,12 +5,12 @@
     python -m benchmarks.simulated_start 10000 --dying 3    3 inner ones die: as soon as they have the records, and in
                                                             the shutdown
 
-The simulated workers run the product's own code: ``gather_members`` in a greenlet each, by a clock that jumps from one
-event to the next, and the C++ barrier (simulated_barrier.cpp). Simulated is what lies between them: one Store, which
-takes ``SERVE_S`` for a request, relays, and a network with 50 us of delay and 10 Gbit/s at each host. The work of rank
-0 and of each worker with the records is measured here and counted in.
+The simulated workers run the product's own code: ``gather_members`` in a greenlet each, with a clock that jumps from
+one event to the next, and the C++ barrier (simulated_barrier.cpp). The rest is simulated: one Store, which takes
+``SERVE_S`` for a request, relays, and a network with a delay of 50 us and 10 Gbit/s at each host. The work of rank 0
+and of each worker with the records is measured here, and included.
 
-``real_start.py --simulated`` compares a real job. It needs greenlet (pip install greenlet).
+``real_start.py --simulated`` compares a real job. The simulation needs greenlet (pip install greenlet).
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 DELAY_S = 50e-6
 BYTES_PER_S = 10e9 / 8
-# The time of the one thread of torch's Store, measured with clients that ask for the presence of a key.
+# The time that a request takes in the one thread of torch's Store, measured with clients that ask for the presence of a
+# key.
 SERVE_S = 11e-6
-# The bytes of a request or an answer besides its keys and values.
+# The bytes of a request or an answer without its keys and values.
 FRAME_BYTES = 80
 LATE_S = 5.0
 FAN_OUT = 32
 
 
 class Clock:
-    """Runs one worker at a time, each a greenlet, in the order of a simulated time."""
+    """Runs one worker at a time, in the order of a simulated time. Each worker is a greenlet."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,14 +73,14 @@ class Clock:
         self._push(at, worker)
 
     def start(self, at: float, work: Callable[[], None], takes_time: bool) -> None:
-        """Start a worker; with ``takes_time`` its computing here takes simulated time too."""
+        """Start a worker. With ``takes_time`` its computing also takes simulated time."""
         worker = greenlet(work, parent=getcurrent())
         if takes_time:
             self._measured = worker
         self._push(at, worker)
 
     def run(self) -> None:
-        """Run until all have ended."""
+        """Run until all workers have ended."""
         while self._queue:
             self.now, _, worker = heapq.heappop(self._queue)
             self._resumed = time.thread_time()
@@ -101,7 +102,7 @@ class Clock:
 
 
 class SimulatedStore:
-    """The part of a Store that ``members`` uses: one thread serves, and one link carries its answers."""
+    """The part of a Store that ``members`` uses. One thread serves, and one link carries the answers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -149,14 +150,14 @@ class SimulatedStore:
         self.requests += 1
         self.sent_bytes += FRAME_BYTES + answer_bytes
         self.taken_bytes += FRAME_BYTES + asked_bytes
-        # Answers that wait for the link are copied for each worker.
+        # Each answer that waits for the link is a copy.
         waiting = int((self._sent - self._served) * BYTES_PER_S)
         self.most_bytes = max(self.most_bytes, self._held + waiting)
         self._clock.sleep_until(self._sent + DELAY_S)
 
 
 class SimulatedRelay:
-    """``relay.Relay``, whose host sends to one worker after the other."""
+    """Replaces ``relay.Relay``. The host sends to one worker after the other."""
 
     all: ClassVar[list[SimulatedRelay]] = []
 
@@ -164,7 +165,7 @@ class SimulatedRelay:
         self._clock = clock
         self._dies = dies
         self._waiting: list[greenlet] = []
-        # Nothing yet; no bytes after its death.
+        # None before the records are there, and empty after the relay's death.
         self._packed: bytes | None = None
         self._sent = 0.0
         self.sent_bytes = 0
@@ -183,7 +184,7 @@ class SimulatedRelay:
         pass
 
     def give(self) -> bytes:
-        """Let the worker that calls this wait for the records."""
+        """Let the calling worker wait for the records, and return them."""
         began = self._clock.now
         if self._packed is not None:
             self._clock.sleep_until(self._send())
@@ -201,7 +202,8 @@ class SimulatedRelay:
 
 
 def record_of(rank: int, workers: int) -> Record:
-    """A record like those for TCP and shared memory: 24 random bytes in the address, 12 of which come twice."""
+    """Return a record like those for TCP and shared memory. The address has 24 random bytes, 12 of which occur
+    twice."""
     numbers = random.Random(rank)
     host, place = divmod(rank, 8)
     own, queues = numbers.randbytes(4), numbers.randbytes(20)
@@ -234,7 +236,7 @@ def record_of(rank: int, workers: int) -> Record:
 
 @contextlib.contextmanager
 def simulated_time(clock: Clock, dying: int) -> Iterator[None]:
-    """Let ``members`` wait by this clock, unpack the records once for all workers, and the first relays die."""
+    """Let ``members`` wait by this clock, unpack the records once for all workers, and let the first relays die."""
     simulated: Any = types.SimpleNamespace(sleep=clock.sleep, monotonic=lambda: clock.now)
     changes: list[tuple[Any, str, Any]] = [
         (members, "time", simulated),
@@ -255,13 +257,13 @@ def simulated_time(clock: Clock, dying: int) -> Iterator[None]:
 
 
 def rendezvous(workers: int, late: float, dying: int, work_s: float, each_s: float = 0) -> dict[str, float]:
-    """Figures of a rendezvous.
+    """Return the figures of a rendezvous.
 
     Args:
-        late: per cent of the workers that come late.
-        dying: workers that die when they have the records and others wait for them.
-        work_s: seconds that each worker needs to take in the records.
-        each_s: if all share a machine, the seconds of it that ``init_rpc`` of each worker takes.
+        late: the percentage of workers that come late.
+        dying: the number of workers that die when they have the records and others wait for them.
+        work_s: the seconds that each worker needs to take in the records.
+        each_s: if all workers share a machine, the seconds that each worker's ``init_rpc`` takes of it.
     """
     clock = Clock()
     store = SimulatedStore(clock)
@@ -274,7 +276,7 @@ def rendezvous(workers: int, late: float, dying: int, work_s: float, each_s: flo
         assert len(found) == workers
         ended.append(clock.now + work_s)
 
-    gc.disable()  # rank 0 does not look through the memory of all others
+    gc.disable()  # else rank 0 would search the memory of all workers
     with simulated_time(clock, dying):
         for rank in range(workers):
             is_late = rank != 0 and chance.random() < late / 100

@@ -1,7 +1,7 @@
 """How long does a small call take?
 
-Two workers on one host: a call without arguments of a Python function, a builtin operator on one element, the echo of
-1 KB; and how many asynchronous calls go through in a second.
+Two workers on one host: a call of a Python function without arguments, a builtin operator on one element, the echo of 1
+KB, and the number of asynchronous calls a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where does the start of a job go?
 
-The life of many_workers.py once more, and for each stage: when the first worker, the median and the last one are
-through it, and the CPU time, context switches and page faults of all workers together in it. On two cores a stage takes
-at least half the sum of CPU times. The rest of its time is waiting.
+It runs the life of a job of many_workers.py. For each stage it says when the first, the median and the last worker are
+through it, and the CPU time, context switches and page faults of all workers together. On two cores a stage takes at
+least half of that CPU time. The rest of a stage's time is waiting.
 
     python -m benchmarks.start [--workers 24] [--rounds 3] [--preload]
 """
@@ -28,7 +28,7 @@ STAGES = ("fork", "import", "init", "first calls", "shutdown")
 
 
 class Moment(NamedTuple):
-    """The end of a stage of one worker, since the job began, and what the worker has used by then."""
+    """The time at which a worker ended a stage, since the job began, and what the worker has used by then."""
 
     at_s: float
     cpu_s: float
@@ -61,7 +61,7 @@ def live(rank: int, workers: int, transport: jobs.Transport, store: str, began: 
 
 
 def measure(transport: jobs.Transport, workers: int) -> list[list[Moment]]:
-    """The moments of each worker."""
+    """Return the moments of each worker."""
     reports = jobs.PROCESSES.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (workers, transport, Path(folder, "store").as_uri(), time.time(), reports)

@@ -1,16 +1,16 @@
-"""Writes all tables of figures from what ``python -m benchmarks --record NAME`` has kept.
+"""Writes all tables of figures from the results that ``python -m benchmarks --record NAME`` has kept.
 
-    python -m benchmarks.tables             say which pages differ from the results; ends with 1 if one does
-    python -m benchmarks.tables --write     write them
+    python -m benchmarks.tables             name the pages that differ from the results; the exit code is 1 if any does
+    python -m benchmarks.tables --write     write the pages
 
-``benchmarks/results/NAME.md`` has every table of a run. The README and the docs have the few that answer a user's
-question, each between two lines, and this program writes the lines between them::
+``benchmarks/results/NAME.md`` has every table of a run. The README and the docs have a few tables, each between two
+comments. This program writes the lines between them::
 
     <!-- benchmark: two_cores calls -->
     <!-- end of benchmark -->
 
-The first word is the file in benchmarks/results. The second one is a key of `SUMMARIES`, ``beside_others`` or
-``machines``, which reads other files too.
+The first word is the file in benchmarks/results. The second word is a key of `SUMMARIES`, or ``beside_others``, or
+``machines``, which also reads other files.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Row:
     figure: str
     unit: str = ""
     contender: str = "UCX"
-    # The ratio is taken to its figure, or to the best of several.
+    # The ratio is to this contender, or to the best of several.
     reference: str | tuple[str, ...] = harness.TENSORPIPES
-    # The run of another machine than the table's own.
+    # If set, the run of another machine instead of the table's.
     run: str = ""
 
     @property
@@ -70,7 +70,7 @@ class Row:
 class Summary:
     """A table with a row for each figure and a column for each contender.
 
-    Without ``contenders`` it has the row's own contender, and the one that this is compared with.
+    Without ``contenders`` the columns are the row's own contender and its reference.
     """
 
     rows: tuple[Row, ...]
@@ -195,16 +195,16 @@ SUMMARIES = {
         (UCX, "UCX, Python", "TensorPipe, native", TENSORPIPE, TENSORPIPE_UV),
     ),
 }
-# The table with a column for each of these runs.
+# The table ``machines`` has a column for each of these runs.
 MACHINES = {"two_cores": "two cores", "one_core": "one core", "two_slow_cores": "two slow cores"}
 ON_MACHINES = (NO_ARGUMENT, ONE_KB, RATE, LARGE, SERVER)
-# Figures of the table with a row for each library.
+# The figures of the table ``beside_others``, which has a row for each library.
 BESIDE_OTHERS = {"1 KB": "1 KB, us", "64 MiB": "64 MiB, us"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A sentence of the README's list, and the ratio that it stands for, as a limit."""
+    """A sentence of the README's list, and the limit of the ratio that it claims."""
 
     words: str
     benchmark: str
@@ -235,7 +235,7 @@ CLAIMS = (
 
 
 class NotMeasured(LookupError):
-    """The results have no such run, or the run no such benchmark."""
+    """The results lack a run, or the run lacks a benchmark."""
 
 
 class Run:
@@ -255,7 +255,7 @@ class Run:
         return Result(load(benchmark), self.kept["rounds"][benchmark], failures)
 
     def lines(self, name: str) -> Iterator[str]:
-        """The lines of the table of this name in the README and the docs."""
+        """Yield the lines of the table with this name in the README and the docs."""
         if name == "beside_others":
             yield from self.beside_others()
         elif name == "machines":
@@ -266,7 +266,7 @@ class Run:
             raise ValueError(f"a table must be beside_others, machines or one of {', '.join(SUMMARIES)}; got {name!r}")
 
     def page(self) -> str:
-        """All tables of the run, as the text of a page."""
+        """Return the text of a page with all tables of the run."""
         names = [name for name in BENCHMARKS if name in self.kept["rounds"]]
         sections = {"circumstances": self.circumstances(), "bounds": self.bounds()}
         sections |= {name: harness.table(self.result(name)) for name in names}
@@ -274,7 +274,7 @@ class Run:
         return "\n\n".join([PREFACE.format(run=self.name), *("\n".join(lines) for lines in parts)]) + "\n"
 
     def broken(self, claim: Claim) -> Iterator[str]:
-        """The figures that contradict the claim."""
+        """Yield the figures that contradict the claim."""
         result = self.result(claim.benchmark)
         for figure in result.benchmark.figures:
             ratio = result.ratio(figure, harness.Bound(None, reference=claim.reference))
@@ -352,7 +352,7 @@ class Run:
 
 
 def machines() -> Iterator[str]:
-    """A column for each run: UCX's figures, with the ratios to TensorPipe."""
+    """Yield the lines of a table with a column for each run: UCX's figures, with the ratios to TensorPipe."""
     runs = [Run(name) for name in MACHINES]
     yield f"| | {' | '.join(MACHINES.values())} |"
     yield "|---|" + "---:|" * len(runs)
@@ -362,7 +362,8 @@ def machines() -> Iterator[str]:
 
 
 def cell(result: Result, contender: str, figure: str, has_spread: bool = False) -> str:
-    """The median, or also the lowest and the highest; empty for a contender that was not measured."""
+    """Return the median, with the lowest and the highest if asked for. It is empty for a contender that was not
+    measured."""
     values = result.values(contender, figure)
     if not values:
         return "failed" if contender in result.failures else ""
@@ -370,9 +371,10 @@ def cell(result: Result, contender: str, figure: str, has_spread: bool = False) 
 
 
 def written(text: str, *, missing: list[str] | None = None) -> str:
-    """The text of a page with its tables as the results give them.
+    """Return the text of a page with the tables from the results.
 
-    Raises `NotMeasured` for a table that the results do not have; with ``missing`` it stays, and the reason is added.
+    Raises `NotMeasured` for a table that the results lack. With ``missing`` the table stays, and the reason is added
+    there.
     """
     runs: dict[str, Run] = {}
     lines: list[str] = []
@@ -405,7 +407,7 @@ def written(text: str, *, missing: list[str] | None = None) -> str:
 
 
 def written_pages(missing: list[str] | None = None) -> Iterator[tuple[Path, str]]:
-    """Each page with figures, and its text as the results give it."""
+    """Yield each page with figures, and its text from the results."""
     for results in sorted(RESULTS.glob("*.json")):
         yield results.with_suffix(".md"), Run(results.stem).page()
     for page in PAGES:

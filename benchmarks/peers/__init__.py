@@ -1,6 +1,6 @@
-"""Programs that measure other libraries; ``python -m benchmarks.peers NAME`` runs one, and ``others.py`` all.
+"""Programs that measure other libraries. ``python -m benchmarks.peers NAME`` runs one, and ``others.py`` runs all.
 
-* ``measuring``    what all of them measure: echoes of a NumPy array, and many at once
+* ``measuring``    the common measurements: echoes of a NumPy array, and many at once
 * ``grpc_echo``    gRPC, pickled, over a Unix socket or TCP
 * ``ucxx_echo``    UCXX's active messages
 * ``mpi_echo``     mpi4py: Send and Recv, Isend and Irecv, or pickled
@@ -8,5 +8,5 @@
 * ``ray_echo``     an actor of Ray
 * ``monarch_echo`` an actor of Monarch
 
-They do not import torch_ucx_rpc: their Python may be another one, since UCXX wants an older UCX.
+They do not import torch_ucx_rpc: they may run in another Python, since UCXX needs an older UCX.
 """

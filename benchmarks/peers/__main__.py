@@ -1,6 +1,7 @@
 """``python -m benchmarks.peers NAME``: measures one library, and prints a JSON object of microseconds.
 
-NAME is a key of ``PROGRAMS``. "lanes" in the object says by which way the bytes went, as far as the library reports it.
+NAME is a key of ``PROGRAMS``. "lanes" in the object names the transports that carried the bytes, if the library reports
+them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def serve(_: str) -> None:
         receives = [dist.irecv(tensor, 0) for tensor in tensors]
         sends = []
         for receive, tensor in zip(receives, tensors, strict=True):
-            assert receive is not None  # torch returns None outside of the group
+            assert receive is not None  # torch returns None only outside of the group
             receive.wait()
             sends.append(dist.isend(tensor, 0))
         for send in sends:

@@ -1,4 +1,4 @@
-"""gRPC: the array pickled, as a user would, over a Unix socket or TCP. It has no shared memory."""
+"""gRPC: the array is pickled, as a user would do, and sent over a Unix socket or TCP. gRPC has no shared memory."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-# The module that measures a library, by the name of the column.
+# The modules that measure the libraries, by the names of the columns.
 PROGRAMS = {
     "UCXX": "ucxx_echo",
     "UCXX plain": "ucxx_echo",
@@ -26,7 +26,7 @@ PROGRAMS = {
 Figures = dict[str, object]
 
 SMALL = np.random.default_rng(0).random(128)
-# The number of measurements of each.
+# How often each array is measured.
 ARRAYS: dict[str, tuple[np.ndarray, int]] = {"1 KB": (SMALL, 1000), "64 MiB": (np.ones(2**26, dtype=np.uint8), 7)}
 IN_FLIGHT = (1, 10, 100)
 
@@ -36,7 +36,7 @@ def in_flight_name(echoes: int) -> str:
 
 
 def rounds_of(echoes: int) -> int:
-    """The number of measurements of echoes at once, after a first unmeasured one."""
+    """Return the number of measurements of echoes at once, after a first unmeasured one."""
     return max(5, 500 // echoes)
 
 
@@ -47,10 +47,10 @@ def median(durations: Sequence[float]) -> float:
 def measured(
     echo: Callable[[np.ndarray], np.ndarray], echo_at_once: Callable[[np.ndarray, int], Sequence[np.ndarray]]
 ) -> Figures:
-    """In microseconds: the median duration of the echo of each array, and each one's share of many echoes at once.
+    """Return microseconds: the median duration of the echo of each array, and an echo's share of many echoes at once.
 
-    ``echo_at_once(array, n)`` starts n echoes, waits for all, and returns what came back. Both are called as often as
-    `schedule` says, for libraries whose other side has to know.
+    ``echo_at_once(array, n)`` starts n echoes, waits for all, and returns the arrays that came back. Both functions are
+    called as `schedule` says: the other side of some libraries must know this.
     """
 
     def durations_us(array: np.ndarray, calls: int) -> list[float]:
@@ -70,7 +70,7 @@ def measured(
 
 
 def schedule() -> Iterator[tuple[np.ndarray, int]]:
-    """The requests of `measured`, in order: the array, and the number of echoes at once."""
+    """Return the requests of `measured` in order: the array, and the number of echoes at once."""
     for array, calls in ARRAYS.values():
         yield from [(array, 1)] * (calls + 1)
     for echoes in IN_FLIGHT:
@@ -85,13 +85,13 @@ def _duration_us(call: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def server(name: str) -> Iterator[str]:
-    """The same program with ``--serve`` in another process; gives the argument of its `serving_at`."""
+    """Run this program with ``--serve`` in another process. Yield the argument of its `serving_at`."""
     command = [sys.executable, "-m", "benchmarks.peers", name, "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # Libraries speak on stdout too.
+            # Libraries may write to stdout too.
             yield next(line for line in process.stdout if line.startswith("at ")).split(maxsplit=1)[1].strip()
         finally:
             process.stdin.close()
@@ -103,5 +103,5 @@ def serving_at(address: str) -> None:
 
 
 def wait_for_the_end() -> None:
-    """Return when `server` is left."""
+    """Return when the block of `server` ends."""
     sys.stdin.read()

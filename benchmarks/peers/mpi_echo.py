@@ -1,4 +1,4 @@
-"""mpi4py: Send and Recv of the array's memory, Isend and Irecv of many; or the same names in lower case, which pickle.
+"""mpi4py: Send and Recv of the array's memory, Isend and Irecv of many, or their lower-case versions, which pickle.
 
 Started by mpirun, twice: rank 1 echoes what rank 0 measures.
 """
@@ -27,7 +27,7 @@ def measure(name: str) -> Figures | None:
     return {**figures, "lanes": MPI.Get_library_version().split(",")[0]}
 
 
-# Memory for received arrays; a program that cares reuses it.
+# Memory for received arrays: an efficient program reuses it.
 BUFFERS = {array.nbytes: [np.empty_like(array)] for array, _ in ARRAYS.values()}
 
 

@@ -21,7 +21,7 @@ class Echo:
 def measure(_: str) -> Figures:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
-        # The decorator has made more of it than a class, which a type checker does not see.
+        # The decorator has added methods that a type checker does not know.
         actors: Any = Echo
         actor = actors.remote()
 

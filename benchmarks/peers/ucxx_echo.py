@@ -1,6 +1,6 @@
-"""UCXX: active messages, which move the array's memory; nothing says what to do with it.
+"""UCXX: active messages, which move the array's memory, and name no function to call.
 
-Settings make UCXX use shared memory. Without that, plain, its connections go over TCP.
+A setting makes UCXX use shared memory. Without it ("plain"), UCXX's connections use TCP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before UCX is loaded.
+# UCX reads this when it is loaded.
 LOG = Path(tempfile.mkdtemp(), "ucx")
 os.environ.update(UCX_LOG_LEVEL="info", UCX_LOG_FILE=str(LOG))
 
@@ -68,8 +68,8 @@ def measure(name: str) -> Figures:
 
 
 def lanes() -> str:
-    """The lanes of active messages in the last connection of UCX's log."""
-    # UCX's output lies in a buffer of the C library.
+    """Return the lanes of active messages of the last connection in UCX's log."""
+    # UCX's output is in a buffer of the C library.
     ctypes.CDLL(None).fflush(None)
     found = re.findall(r"cfg#\d+.*\bam\(([^)]*)\)", LOG.read_text(encoding="utf-8", errors="replace"))
     return found[-1] if found else "unknown lanes"
