@@ -13,7 +13,7 @@ findings exits with 1.
 * ``_payload``     tensors that their receiver can check
 * ``_journal``     the notes of a worker, which outlive it
 * ``_judgement``   the events that must not have happened
-* ``_leftovers`` what workers leave in processes and on hosts
+* ``_leftovers``   what workers leave in processes and on hosts
 * ``_report``      the results in words and numbers
 
 ``serving`` runs next: servers wait in ``rpc.shutdown()`` while other workers die.
