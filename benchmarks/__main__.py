@@ -123,12 +123,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], metavar="NAME", help=", ".join(BENCHMARKS))
-    parser.add_argument("--all", action="store_true", help="also those that take long")
+    parser.add_argument("--all", action="store_true", help="also benchmarks that take long")
     parser.add_argument("--rounds", type=int, help="rounds of each contender (default: each benchmark's own)")
-    parser.add_argument("--minutes", type=float, help="after so many, the remaining benchmarks have one round each")
-    parser.add_argument("--json", type=Path, help="keep every round here")
-    parser.add_argument("--record", metavar="NAME", help="the same in benchmarks/results, for the docs")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, instead of TensorPipe")
+    parser.add_argument("--minutes", type=float, help="after this time each benchmark has one round")
+    parser.add_argument("--json", type=Path, help="keep every round in this file")
+    parser.add_argument("--record", metavar="NAME", help="keep every round in benchmarks/results, for the docs")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with this checkout, not TensorPipe")
     arguments = parser.parse_args(command_line)
 
     loaded = {name: load_or_tell(name) for name in arguments.names or BENCHMARKS}

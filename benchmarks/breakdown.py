@@ -74,7 +74,7 @@ def steps_us(trace: str) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--waiting", default="auto", choices=("auto", "poll", "sleep"))
-    parser.add_argument("--tcp", action="store_true", help="over TCP rather than shared memory")
+    parser.add_argument("--tcp", action="store_true", help="use TCP instead of shared memory")
     arguments = parser.parse_args()
     transport = jobs.UCX_TCP if arguments.tcp else jobs.UCX
     with tempfile.TemporaryDirectory() as folder:

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("workers", type=int, nargs="*")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another build of the package")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--simulated", action="store_true", help="compare the simulation")
+    parser.add_argument("--simulated", action="store_true", help="compare with the simulation")
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:

@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=1, help="times each number is measured (default: 1)")
-    parser.add_argument("--tcp", action="store_true", help="over TCP, as between hosts, instead of shared memory")
+    parser.add_argument("--tcp", action="store_true", help="use TCP, as between hosts, instead of shared memory")
     parser.add_argument("--json", type=Path, help="write every figure of every worker")
     arguments = parser.parse_args()
     if arguments.tcp:

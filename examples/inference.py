@@ -73,7 +73,7 @@ def ask(name, requests):
 
 def main():
     parser = argparse.ArgumentParser(description="Worker 0 answers the requests of all others in batches.")
-    parser.add_argument("--requests", type=int, default=500, help="of each client")
+    parser.add_argument("--requests", type=int, default=500, help="requests of each client")
     parser.add_argument("--most", type=int, default=32, help="inputs in a batch")
     arguments = parser.parse_args()
 

@@ -75,7 +75,7 @@ def keep_the_gil_until(condition, at_most_s=60):
 
 def main():
     parser = argparse.ArgumentParser(description="Worker 0 applies the gradients of all others, without the GIL.")
-    parser.add_argument("--updates", type=int, default=500, help="of each client")
+    parser.add_argument("--updates", type=int, default=500, help="updates of each client")
     arguments = parser.parse_args()
 
     torch_ucx_rpc.init_rpc()

@@ -368,8 +368,8 @@ def circumstances(wheels: Path | None) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["prepare", *COMMANDS, *REHEARSALS])
-    parser.add_argument("folder", nargs="?", type=Path, help="of prepare")
-    parser.add_argument("--steps", nargs="+", default=[], help="only these")
+    parser.add_argument("folder", nargs="?", type=Path, help="the folder for prepare")
+    parser.add_argument("--steps", nargs="+", default=[], help="run only these steps")
     parser.add_argument("--seconds", type=float, help=f"of all steps together (default of first and second: {ALL_S:g})")
     parser.add_argument("--wheels", type=Path, help="the folder that prepare has made")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check"))

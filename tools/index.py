@@ -60,7 +60,7 @@ def make_index(dist: Path, packages_url: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dist", type=Path, default=build_environment.ROOT / "dist", help="the folder (dist)")
+    parser.add_argument("--dist", type=Path, default=build_environment.ROOT / "dist", help="the folder of the files")
     # From the page index/torch-ucx-rpc/.
     parser.add_argument("--packages-url", default="../..", help="address of the files (relative: beside the index)")
     arguments = parser.parse_args()

@@ -101,8 +101,8 @@ def run(version: str, python: str, verbs: str) -> tuple[bool, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", help="of torch; without any, the oldest and the newest")
-    parser.add_argument("--python", nargs="*", default=[], help="3.12, or a path; without any, this one")
+    parser.add_argument("versions", nargs="*", help="versions of torch (default: the oldest and the newest)")
+    parser.add_argument("--python", nargs="*", default=[], help="such as 3.12, or a path (default: this one)")
     parser.add_argument(
         "--verb", default="test-cpp test-python", help="what to make; all C++ and Python tests, by default"
     )

@@ -37,5 +37,5 @@ case $what in
     "$tools/bin/python" -m build --sdist --outdir dist .
     ;;
   index) "${PYTHON:-python3}" tools/index.py "$@" ;;
-  *) give_up "wheel, wheels, sdist or index must be asked for, got $what" ;;
+  *) give_up "say what to make: wheel, wheels, sdist or index; got $what" ;;
 esac

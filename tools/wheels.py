@@ -196,8 +196,8 @@ def left_out_minors(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", nargs="*", default=[], help="releases or minor releases; without any, all")
-    parser.add_argument("--python", nargs="*", default=[], help="minor releases; without any, all")
+    parser.add_argument("--torch", nargs="*", default=[], help="releases or minor releases (default: all)")
+    parser.add_argument("--python", nargs="*", default=[], help="minor releases (default: all)")
     arguments = parser.parse_args()
     outcomes: list[Outcome] = []
     for python in arguments.python or supported_pythons():

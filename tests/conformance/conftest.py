@@ -19,7 +19,7 @@ os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("torch_ucx_rpc")
-    group.addoption("--conformance-report", type=Path, metavar="FILE", help="write how each suite fared, as JSON")
+    group.addoption("--conformance-report", type=Path, metavar="FILE", help="write the results of the suites, as JSON")
     group.addoption("--cuda", action="store_true", help="collect PyTorch's suites for GPUs too")
 
 

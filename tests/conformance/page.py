@@ -100,7 +100,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="store the runs of one configuration, and render")
     recording.add_argument("reports", nargs="+", type=Path)
-    commands.add_parser("render", help="write docs/conformance.md from what is stored")
+    commands.add_parser("render", help="write docs/conformance.md from the stored results")
     arguments = parser.parse_args()
     if arguments.command == "record":
         record(arguments.reports)

@@ -70,10 +70,10 @@ def main() -> int:
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [mutant.name for mutant in MUTANTS]
-    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help="of mutants")
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help="the mutants to try")
     language = parser.add_mutually_exclusive_group()
-    language.add_argument("--python", action="store_true", help="those in Python alone")
-    language.add_argument("--cpp", action="store_true", help="those in C++ alone")
+    language.add_argument("--python", action="store_true", help="only mutants in Python")
+    language.add_argument("--cpp", action="store_true", help="only mutants in C++")
     parser.add_argument("--list", action="store_true", help="list them")
     arguments = parser.parse_args()
     chosen = [

@@ -217,8 +217,8 @@ def judge_waits(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak.resuming", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="of bad luck (default: %(default)g)")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: any)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="length of the soak (default: %(default)g)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: random)")
     parser.add_argument("--group", choices=("fixed", "dynamic"), help="(default: by the seed)")
     parser.add_argument("--report", type=Path, required=True, help="folder for report.json and report.md")
     arguments = parser.parse_args()

@@ -123,7 +123,7 @@ def run(seed: int) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak.serving", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="(default: %(default)g)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="length of the soak (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the first job (default: any)")
     arguments = parser.parse_args()
     print(f"soak.serving: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)

@@ -21,9 +21,9 @@ _LAST_LINES = 12
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="verbs", description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="for the image, which is kept, and the report")
+    parser.add_argument("--folder", type=Path, required=True, help="of the kept image and the report")
     parser.add_argument("--list", action="store_true", help="name the trials")
-    parser.add_argument("trials", nargs="*", metavar="TRIAL", help="those to run (default: all)")
+    parser.add_argument("trials", nargs="*", metavar="TRIAL", help="trials to run (default: all)")
     arguments = parser.parse_args()
     if arguments.list:
         print(*(f"{trial.name:24} {trial.about}" for trial in TRIALS), sep="\n")

@@ -451,9 +451,9 @@ def run(kind: Kind, choices: random.Random, seconds: float, cuts: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak.training", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="of bad luck (default: %(default)g)")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: any)")
-    parser.add_argument("--cuts", action="store_true", help="as root: each worker on a virtual host, with a cable")
+    parser.add_argument("--minutes", type=float, default=1.0, help="length of the soak (default: %(default)g)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: random)")
+    parser.add_argument("--cuts", action="store_true", help="cut workers off too; as root, on virtual hosts")
     arguments = parser.parse_args()
     print(f"soak of training: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
     _PROCESSES.set_forkserver_preload(["tests.soak.training"])
