@@ -139,7 +139,7 @@ class Result:
                     continue
                 ratio = self.ratio(figure, bound)
                 if ratio is None and not {bound.contender, *bound.references} & set(self.failures):
-                    continue  # the benchmark does not measure it
+                    continue  # this benchmark does not measure the bound's figure
                 yield Verdict(figure, bound, ratio, ratio is not None and figure.holds(ratio, bound.must))
 
 

@@ -2,7 +2,7 @@
 
     launched_program.py UCX|TENSORPIPE OPTIONS [memory]
 
-OPTIONS are those of the backend, as JSON. With "memory" it prints its memory (Pss) once all are connected.
+OPTIONS are the backend's options, as JSON. With "memory" the worker prints its memory (Pss) once all are connected.
 """
 
 import json

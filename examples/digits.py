@@ -112,7 +112,7 @@ def train(backend: str) -> Result:
     with tqdm(total=EPOCHS * -(-len(x) // BATCH), desc=f"{backend:10}", unit="step") as progress:
         for _ in range(EPOCHS):
             for indices in torch.randperm(len(x), generator=shuffle).split(BATCH):
-                # Gradients live in the context of their step, on every worker, and end with it.
+                # The context of a step holds its gradients on every worker, and frees them at its end.
                 with dist_autograd.context() as context:
                     loss = F.cross_entropy(predict(x[indices]), y[indices])
                     dist_autograd.backward(context, [loss])
@@ -215,7 +215,7 @@ def problems(results: dict[str, Result]) -> list[str]:
         for backend, result in results.items()
         if result.accuracy < REQUIRED_ACCURACY
     ]
-    # Same seed, same arithmetic: only the way the numbers travelled differs.
+    # Both runs have the same seed and arithmetic: only the transport of the numbers differs.
     if len(results) == 2 and not torch.allclose(*(torch.tensor(result.losses) for result in results.values())):
         found.append(
             f"The losses of the two backends differ by up to {largest_difference(results):.1e}, beyond rounding."

@@ -1,1 +1,1 @@
-"""All tests; README.md is their map."""
+"""All tests. README.md is their map."""

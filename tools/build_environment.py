@@ -1,6 +1,6 @@
 """Find what the build needs on this machine, or fail with one sentence that says what to install.
 
-Every way into the build asks here, so that all of them give the same answer:
+Every entry to the build uses this file, so all of them give the same answer:
 
     make          build_environment.py toolchain     before anything is downloaded
     setup.py      build_directory(), facts()         before CMake starts
@@ -44,7 +44,7 @@ int main() { const int values[] = {0}; return twice<int>(values); }
 
 
 class Missing(Exception):
-    """Something to install or to choose; the text is one sentence for the user."""
+    """Something to install or to choose. The text is one sentence for the user."""
 
 
 def setup_cfg() -> configparser.ConfigParser:

@@ -111,7 +111,7 @@ chroot "$root" chown -R "$FRESH_USER:" "$home"
 cp --dereference /etc/resolv.conf /etc/hosts "$root/etc/"
 
 in_fresh_machine() {
-  # Its mounts and its processes end with it.
+  # The mounts and processes of the command end with it.
   unshare --mount --pid --fork --kill-child bash -euc '
     root=$1 user=$2 home=$3 binds=$4
     shift 4

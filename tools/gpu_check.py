@@ -238,7 +238,7 @@ class Check(Supervisor):
                 return test.with_suffix(".hangs").exists() and "::test_passes" in printed and " PASSED " in printed
 
             try:
-                # There is no limit of time, since a busy machine takes long to get there.
+                # The start has no limit, since a busy machine takes long until the test hangs.
                 self.pytest("-n", "2", "--rootdir", folder, test, at_most_s=1, since=is_hanging)
             except Failed as failed:
                 found = failed.found or {}

@@ -56,7 +56,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
 
     A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """
-    if process.poll() is None:  # otherwise only its leftovers are ended
+    if process.poll() is None:  # otherwise only leftovers of it are ended
         results_s = LAST_WORDS_S * 0.6
         _send(process.pid, signal.SIGINT)  # pytest-xdist passes it on to its workers
         _wait_until(lambda: process.poll() is not None, results_s)

@@ -69,7 +69,8 @@ def origin(name: str) -> str:
 
 
 def linked_file(path: str, target: str | None) -> tuple[str, str] | None:
-    """The file that the page `path` links to by `target`, and the heading in it; None for URLs, and for no file."""
+    """Return the file that the page `path` links to by `target`, and the heading in it. Return None for URLs and
+    missing files."""
     if not target or re.match(r"\w+:|#", target):
         return None
     file, mark, heading = target.partition("#")

@@ -21,7 +21,7 @@ def main() -> None:
         program.serve(name)
     elif (figures := program.measure(name)) is not None:
         print(json.dumps(figures), flush=True)
-    if program.LEAVES_THREADS:  # they would outlive the interpreter
+    if program.LEAVES_THREADS:  # the library's threads would outlive the interpreter
         sys.stdout.flush()
         os._exit(0)
 

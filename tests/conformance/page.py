@@ -1,7 +1,7 @@
 """docs/conformance.md, from stored results.
 
     python -m tests.conformance.page record REPORT...    stores the runs of one configuration, and renders
-    python -m tests.conformance.page render              renders what is stored
+    python -m tests.conformance.page render              renders the stored results
 
 ``pytest tests/conformance --conformance-report FILE`` writes a report. tools/conformance.sh does all of this.
 The page depends only on the results and on _equivalents.py, not on the machine that renders it.

@@ -271,7 +271,7 @@ def rpc_pid_of(rank: int) -> int:
 def test_a_list_of_dead_members_does_not_hinder_a_join(run_workers: RunWorkers, tmp_path: Path) -> None:
     file = tmp_path / "store"
     run_workers(2, die_in_a_group, Steps(tmp_path), file, init=False, exit_codes={0: 3, 1: 3})
-    # On the same file, with the same ranks and names.
+    # The second job uses the same file, with the same ranks and names.
     run_workers(2, live_in_a_group, Steps(tmp_path), file, init=False)
 
 

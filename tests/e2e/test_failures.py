@@ -289,7 +289,7 @@ def outlive_the_opener_of_a_context(rank: int) -> None:
 
 
 def test_contexts_of_a_dead_worker_are_closed_on_all_workers(hosts: VirtualHosts) -> None:
-    # Worker 1 has a host of its own: otherwise worker 2 sees its process end, and closes its contexts itself.
+    # Worker 1 has its own host: otherwise worker 2 would see worker 1's process end, and close its contexts itself.
     body = leave_ungracefully_after(outlive_the_opener_of_a_context)
     workers.run_workers(3, body, hosts=hosts, **DEATH_OF_WORKER1)
 
@@ -341,7 +341,7 @@ def value_here(rref: rpc.RRef) -> object:
 def promise() -> None:
     """Runs on worker1 before it dies: worker0 makes values for it, and worker2 has a reference to one.
 
-    The second value depends on one that never comes.
+    The second value depends on a value that never comes.
     """
     rpc.rpc_sync("worker2", keep, (rpc.remote("worker0", make_slowly),))
     kept.append(reference_whose_request_never_comes(3))

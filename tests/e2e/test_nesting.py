@@ -69,7 +69,7 @@ def test_threads_are_added_only_for_calls_that_wait() -> None:
     for call in blocked:
         call.wait()
     rpc.rpc_sync("worker1", bounce, ("rpc_sync", 40, "worker1", "worker0"))
-    # 20 threads wait here, beside the usual ones.
+    # Beside the usual threads, 20 threads wait here.
     assert 20 <= threads() <= 20 + 2 * 4 + 3
 
 

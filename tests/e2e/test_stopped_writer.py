@@ -21,13 +21,14 @@ from ._failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go,
 
 pytestmark = pytest.mark.ucx_only
 
-# Sets a byte behind itself, and then loops for ever: mov byte ptr [rip + 57], 1; jmp $
+# This code sets a byte after itself, and then loops for ever: mov byte ptr [rip + 57], 1; jmp $
 CIRCLE = bytes.fromhex("c6053900000001ebfe")
 REACHED = 64
 
 
 def write_into_nothing(to: str, folder: Path) -> None:
-    """Send a partly unreadable tensor: at its end a signal handler makes the copying thread loop for ever."""
+    """Send a partly unreadable tensor: where it becomes unreadable, a signal handler makes the copying thread loop for
+    ever."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
     with (folder / "circle").open("r+b") as file:
         code = mmap.mmap(file.fileno(), 0, prot=prot)

@@ -140,7 +140,8 @@ def test_impossible_secret_is_refused_before_any_wait(run_workers: Callable[...,
 
 
 def join_beside_a_member(rank: int, steps: Steps, make_joiner: Callable[[], None], count: int) -> str:
-    """Worker 0 is a member; worker 1 tries to become one, after `make_joiner`. Return each one's error.
+    """Worker 0 is a member. Worker 1 calls `make_joiner`, and tries to become a member. Return this worker's error, or
+    "ok".
 
     In the end the member has refused ``count`` frames.
     """

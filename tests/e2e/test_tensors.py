@@ -418,7 +418,7 @@ def test_a_tensor_may_get_other_memory_while_it_travels() -> None:
 _OVER_2_GIB = (2 << 30) + 4097
 
 
-# 251 is prime, so bytes that are 2**n away from their place show.
+# 251 is prime, so bytes that are misplaced by 2**n differ.
 _CHUNK = 251 << 16
 
 

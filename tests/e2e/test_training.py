@@ -190,7 +190,7 @@ def python_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b)
 
 
-# The legacy profiler: torch's newer one says that it does not profile the callee.
+# The legacy profiler, since torch's newer profiler warns that it does not profile the callee.
 @in_worker0(of=2)
 def test_the_profiler_sees_remote_work() -> None:
     a, b = torch.randn(50, 50), torch.randn(50, 50)

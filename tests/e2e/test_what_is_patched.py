@@ -20,7 +20,7 @@ PATCHED = {
     "torch.distributed.rpc.BackendType",
     "torch.distributed.rpc.backend_registry.BackendType",
     "torch.distributed.rpc.backend_registry.BackendType.UCX",
-    # Calls, and waiting for them.
+    # Calls, and waits for them.
     "torch.distributed.rpc.api._invoke_rpc",
     "torch._C.Future.wait",
     # Graceful shutdown.

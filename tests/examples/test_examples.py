@@ -193,7 +193,7 @@ def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str
     with workers.Stalls() as stalls:
         program.stdout.read()
         assert program.wait() == -signal.SIGINT
-    # The workers end within a second; a wait for the dead one would take 30 s.
+    # The workers end within a second. A wait for the dead worker would take 30 s.
     assert time.monotonic() - began < 10 + stalls.seconds()
     program.stdout.close()
 

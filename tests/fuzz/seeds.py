@@ -33,7 +33,7 @@ def header(
 
 
 def span(kind: int, size: int, **fields: int) -> bytes:
-    """A span in one piece."""
+    """Return the announcement of a span in one piece."""
     return rendezvous(header(kind, **{"index": 0, **fields}, place=(0, size)), size)
 
 
@@ -79,7 +79,7 @@ def body(
     top: int | None = None,
     inline: bytes = b"",
 ) -> bytes:
-    """`payload` is its bytes, or their number in span 0."""
+    """Return a body. `payload` is its bytes, or the number of its bytes in span 0."""
     size, span, text = (len(payload), NOWHERE, payload) if isinstance(payload, bytes) else (payload, 0, b"")
     count = len(tensors) if top is None else top
     prefix = struct.pack("<IIIIQII", 2, count, len(tensors), len(storages), size, span, 0)

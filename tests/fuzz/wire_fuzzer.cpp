@@ -57,7 +57,7 @@ class Input {
   std::span<const std::byte> rest_;
 };
 
-// Reads what a view points to, so that AddressSanitizer sees where it points.
+// Reads all memory that a view points to, so that AddressSanitizer checks it.
 uint64_t sumOf(std::span<const std::byte> bytes) {
   uint64_t sum = 0;
   for (const std::byte byte : bytes) {

@@ -111,7 +111,7 @@ def job_in_one(host: VirtualHost, container: Container, size: int, *program: str
 
 
 def run_in_one(host: VirtualHost, container: Container, size: int, *program: str) -> dict[str, dict[str, list[str]]]:
-    """Return the lanes of such a job."""
+    """Run such a job, and return its lanes."""
     with job_in_one(host, container, size, *program) as job:
         return lanes_of(ends_of([job]))
 

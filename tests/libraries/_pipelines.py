@@ -49,7 +49,7 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 class Twins:
-    """A pipeline, and the same model in one process, trained alike."""
+    """A pipeline and the same model in one process, which are trained in the same way."""
 
     def __init__(self, pipe: Any, model: nn.Module, optimizer: Any) -> None:
         self._pipe, self._model = pipe, model

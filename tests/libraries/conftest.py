@@ -26,7 +26,7 @@ def run_on_both(request: pytest.FixtureRequest) -> Callable[..., list]:
 
 @pytest.fixture
 def run_on_ucx() -> Callable[..., list]:
-    """Return `workers.run_workers`, whose workers may print torch's message about a callee that raised."""
+    """Return `workers.run_workers` on UCX. The workers may print torch's message about a callee that raised."""
     return functools.partial(workers.run_workers, silent=False, timeout=PATIENCE_S)
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous saves: several into one folder, changes during a save, and processes that share a folder."""
+"""Asynchronous saves: several saves into one folder, changes during a save, and processes that share a folder."""
 
 from __future__ import annotations
 

@@ -511,7 +511,7 @@ def restart_the_decider(rank: int, steps: Steps, url: str) -> None:
         init_rpc(as_rank, name=name, world_size=None, rpc_backend_options=backend_options(init_method=url))
 
     if rank == 3:
-        # The second life of worker0: same name, same rank.
+        # The second life of worker0 has the same name and rank.
         steps.wait_for("dead")
         enter(0, "worker0")
         assert "of rank 0" not in offered()

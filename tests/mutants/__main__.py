@@ -1,7 +1,7 @@
 """From the arguments to the report.
 
     python -m tests.mutants                        all
-    python -m tests.mutants --python | --cpp       those in Python, which need no build; those in C++
+    python -m tests.mutants --python | --cpp       mutants in Python, which need no build; mutants in C++
     python -m tests.mutants NAME ...
     python -m tests.mutants --list
 

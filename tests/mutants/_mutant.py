@@ -42,7 +42,7 @@ class Mutant:
         return self.name.startswith("cpp-")
 
     def place(self, root: Path) -> Path:
-        """The one file below ``root`` in which the text stands."""
+        """Return the only file below ``root`` that contains the text."""
         found = [file for file, text in _texts(root).items() for _ in self.pattern.finditer(text)]
         if len(found) != 1:
             where = ", ".join(str(file.relative_to(root)) for file in found) or "nowhere"

@@ -33,7 +33,7 @@ MISFORTUNES = (
 
 
 class Misfortunes:
-    """Misfortunes for a crew, the same for the same seed.
+    """Misfortunes for a crew. The same seed gives the same misfortunes.
 
     Attributes:
         expected: the kinds, each of which must happen.
@@ -55,7 +55,7 @@ class Misfortunes:
         return [what for what in self.expected if what not in happened]
 
     def strike(self) -> None:
-        """One misfortune and its repair, after a while of peace."""
+        """Do a misfortune and its repair, after a pause."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class Member:
         return f"{self.life} {self.membership}"
 
     def pid(self) -> int | None:
-        """The pid of the worker. Its parent is the started process. None before the worker exists."""
+        """The pid of the worker, or None before it exists. The worker is a child of the started process."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with contextlib.suppress(OSError):
             if words := children.read_text().split():
@@ -132,7 +132,7 @@ class Crew:
         self.past: list[Member] = []
         # Periods in which this machine ran no process.
         self.stalls: list[dict[str, Any]] = []
-        # Killed workers, by descriptors of their processes, with the callbacks that get the time of the end.
+        # The descriptors of killed workers' processes, with the callbacks that get the time of the end.
         self._dying: dict[int, Callable[[float], None]] = {}
         self._is_over = threading.Event()
         self._watchman = threading.Thread(target=self._keep_watch, name="watchman")
@@ -223,7 +223,7 @@ class Crew:
         member.membership += 1
 
     def watch(self, seconds: float) -> None:
-        """Let time pass and take samples; RuntimeError if a worker ends without having been killed."""
+        """Let time pass and take samples. Raise WorkerEnded if a worker ends without having been killed."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if time.monotonic() >= self._due:

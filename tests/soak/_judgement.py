@@ -68,7 +68,7 @@ class _Membership:
     host: str
     joining: float
     end: float
-    # When the kernel had ended its process and closed its connections; else ``end``.
+    # If it was killed: when the kernel had ended the process and closed its connections. Else ``end``.
     gone: float
     was_killed: bool
 
@@ -94,7 +94,7 @@ def judge(
         calls: entries of all journals, as of `read_calls`.
         events: of all journals, as of `read_events`.
         timeline: of `Chaos`.
-        heartbeat_limit: of the workers, in seconds; a shorter cut loses no worker.
+        heartbeat_limit: that of the workers, in seconds. A shorter cut loses no worker.
     """
     events, timeline = list(events), list(timeline)
     history = _History(events, timeline, heartbeat_limit)
@@ -129,7 +129,7 @@ def what_did_not_happen(
 
     Args:
         answered: executions that were answered, by the kind of call.
-        misfortunes: how often each happened; ``expected`` are those that must.
+        misfortunes: how often each happened. ``expected`` has the ones that must happen.
     """
     fewest = max(1, round(_ANSWERS_A_MINUTE * minutes))
     idle = [f"{kind}: {count} of at least {fewest}" for kind, count in answered.items() if count < fewest]
@@ -325,7 +325,8 @@ class _History:
         return failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit
 
     def _why_parted(self, failure: _Failure, hosts: Collection[str] = ()) -> str:
-        """Name a cut of a host that takes part in the call, or of one of ``hosts``; empty if there was none."""
+        """Name a cut of a host that takes part in the call, or of one of ``hosts``. Return an empty text if there was
+        none."""
         for cut in self._parted:
             if cut["host"] in failure.hosts.union(hosts) and self._has_parted(cut, failure):
                 return f"a host was parted from the others: {cut['what']}"

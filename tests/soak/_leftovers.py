@@ -53,7 +53,7 @@ def left_on_hosts(hosts: VirtualHosts, kills: int) -> list[Finding]:
 
 
 def _processes(host: VirtualHost) -> list[str]:
-    # The host's first process, and those of this check.
+    # Leave out the host's first process, and the processes of this check.
     names = _lines(host, "cat /proc/[0-9]*/comm")
     return [f"process {name}" for name in names if name not in ("sleep", "sh", "cat")]
 

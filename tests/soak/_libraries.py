@@ -40,7 +40,7 @@ class Pushes:
         self.began = time.monotonic()
 
     def push(self, number: int) -> str:
-        """Push once. Return the fault of the answer; empty if it has none."""
+        """Push once. Return the fault of the answer, or an empty text."""
         pushed = [torch.full((_ELEMENTS,), float(number + host)) for host, _ in enumerate(self._hosts)]
         pulled = reduction.push_pull(self._server, pushed)
         if all(torch.equal(*pair) for pair in zip(pushed, pulled, strict=True)):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-# Most tensors are small; the largest is larger than the receive window of the workers.
+# Most tensors are small. The largest is larger than the workers' receive window.
 _SIZES = ((0, 5), (1 << 10, 40), (32 << 10, 20), (1 << 20, 25), (8 << 20, 8), (40 << 20, 2))
 _LARGEST = _SIZES[-1][0]
 _LARGEST_SPARSE = 1 << 20

@@ -45,7 +45,7 @@ class KindOfCall:
 class Memory:
     """Memory of a worker that lived from the beginning to the end, in MiB.
 
-    Resident memory goes up and down with the tensors under way; a leak shows in the lowest values. So the slope is
+    Resident memory rises and falls with the tensors in flight. A leak shows in the lowest values. So the slope is
     fitted to the minima of equal parts of the time, and the noise is its standard error. It is flat if its growth is
     tolerated, or if the slope is at most its noise: a smaller leak does not show.
     """
@@ -155,7 +155,7 @@ def _kind_of(kind: str, calls: np.ndarray) -> KindOfCall:
 
 
 def gibibytes_of(calls: np.ndarray) -> float:
-    """The bytes of tensors, there and back."""
+    """Return the GiB of tensors, in both directions."""
     answered = calls[calls["step"] == Step.ANSWERED]
     # Each execution counts the bytes of the whole call.
     _, firsts = np.unique(np.stack([answered["time"], answered["bytes"]]), axis=1, return_index=True)

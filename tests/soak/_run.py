@@ -112,7 +112,7 @@ def run(kind: Kind, minutes: float, seed: int, directory: Path) -> Report:
 
 
 def _end(crew: Crew) -> list[Finding]:
-    """Let all calls end, all references go, and all workers leave; return the workers that do not."""
+    """Let all calls end, all references go, and all workers leave. Return the workers that do not."""
     # A worker that must join again leaves only when its calls have ended. It must not leave while others look for it.
     if absent := crew.all_say("joined", _ENDING_S):
         return [_hang("a worker has not joined", absent)]

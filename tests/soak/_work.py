@@ -101,7 +101,7 @@ def exchange_by_way_of(
 
 
 def chain(calls: list[int], names: list[str], sent: Payload, tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Pass through all of these workers and back."""
+    """Make a call through all of these workers and back."""
     run(calls[0], "nested")
     check(not (difference := sent.differs_from(tensor)), f"{sent} has arrived as {difference}")
     if not names:
@@ -455,7 +455,7 @@ class Caller:
         return done.wait(), rpc.rpc_sync(to, exchange, args=arguments)
 
     def swapped(self) -> None:
-        """A tensor that gets other memory while it travels; the callee gets the old contents."""
+        """Send a tensor that gets other memory while it travels. The callee must get the old contents."""
         # A worker does not send tensors to itself.
         names = self._others(1)
         if not names:
@@ -479,7 +479,7 @@ class Caller:
             call.answered()
 
     def take_name(self) -> None:
-        """Take an exclusive name, or give it back; and note the names that are known here."""
+        """Take an exclusive name, or give it back. Note the names that this worker knows."""
         with self._begin("name", []) as call:
             began = time.monotonic()
             self._journal.note("names", began=began, lives=lives_seen())

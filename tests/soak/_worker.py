@@ -27,7 +27,7 @@ from ._journal import Journal
 # The options of the workers. The limits fit a run of one minute on two cores.
 HEARTBEAT_LIMIT_S = 4.0
 RPC_TIMEOUT_S = 20.0
-# A push whose hosts are lost: a call that is not answered, the search for others, and the call to one of them.
+# The longest call is a push whose hosts are lost: an unanswered call, a search for other hosts, and a call to one.
 LONGEST_CALL_S = 3 * RPC_TIMEOUT_S + 10
 OPTIONS = {
     "heartbeat_limit": HEARTBEAT_LIMIT_S,
@@ -212,7 +212,7 @@ def _what_is_left() -> dict[str, int]:
 
 
 def _return_freed_memory() -> None:
-    """Return memory at once, so that resident memory is memory in use; glibc would keep pieces of up to 32 MiB a
+    """Return memory at once, so that resident memory is memory in use. glibc would keep pieces of up to 32 MiB a
     thread."""
     libc = ctypes.CDLL(None)
     for parameter, value in ((_M_MMAP_THRESHOLD, 128 << 10), (_M_ARENA_MAX, 2)):
@@ -231,6 +231,6 @@ def _open_files() -> collections.Counter[str]:
 def _threads() -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process or file is gone
             found[(task / "comm").read_text().strip()] += 1
     return found

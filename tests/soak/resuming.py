@@ -106,7 +106,7 @@ class Cuts(Misfortunes):
         self.timeline.append(event)
         begin()
         shortest, longest = length
-        # Short ones are more frequent.
+        # Short cuts are more frequent.
         seconds = math.exp(self._choice.uniform(math.log(shortest), math.log(longest))) if longest else 0.0
         try:
             self._crew.watch(seconds)
@@ -131,7 +131,7 @@ def live_on(rank: int, life: Life) -> dict[str, int]:
         left = live(rank, life)
         for thread in probes:
             thread.join()
-    # The last agent lives on, with its lifelines to the workers of other hosts.
+    # The last agent still exists, with its lifelines to the workers of other hosts.
     if left.get("open: socket", 0) <= _LIFELINES:
         left.pop("open: socket", None)
     return left

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """A job. Times are seconds after all have joined."""
 
     seed: int
-    drivers: dict[int, float]  # when each rank has made its calls
+    drivers: dict[int, float]  # by rank: when it has made its calls
     deaths: dict[int, float]  # by rank
 
     @classmethod
@@ -107,7 +107,7 @@ def ask(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(seed: int) -> tuple[int, int]:
-    """Run one job. Return the numbers of its calls and deaths; AssertionError for a finding."""
+    """Run one job. Return the numbers of its calls and deaths. Raise AssertionError for a finding."""
     plan = Plan.of(seed)
     transport = random.Random(seed).choice(list(Transport))
     codes = dict.fromkeys(plan.deaths, _KILLED)

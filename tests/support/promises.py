@@ -1,7 +1,7 @@
 """The promises of the README and of docs/failure_model.md, and their tests.
 
-test_promises.py checks that each test exists, and that each statement of the README's list and each sentence of the
-lists under "Promises" stands here.
+test_promises.py checks that each test exists, and that this file has each statement of the README's list and each
+sentence of the lists under "Promises".
 
 A few words of a promise find it, and its page must contain them. A test is the name of a Python test, a suite of C++
 tests ("TurnsTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), a benchmark

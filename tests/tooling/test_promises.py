@@ -36,7 +36,7 @@ def statements(items: list[str], ends: str) -> list[str]:
 
 
 def statements_of_the_readme() -> list[str]:
-    """Read from the list whose items begin with a bold head."""
+    """Read the statements from the list whose items begin with a bold head."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     points = re.findall(r"^- \*\*[^*]+\*\* (.*(?:\n  .*)*)", readme, re.MULTILINE)
     return statements(points, ".;:")

@@ -51,7 +51,7 @@ def test_the_reference_has_every_public_module() -> None:
         ("docs/conformance.md", "../tests/conformance/results", "repository/tests/conformance/results.md"),
         ("docs/services.md", "figures/workers.svg", "figures/workers.svg"),
         ("docs/services.md", "https://openucx.org", "https://openucx.org"),
-        # MkDocs warns of it.
+        # MkDocs warns of a missing page.
         ("docs/services.md", "nowhere.md", "nowhere.md"),
     ],
 )

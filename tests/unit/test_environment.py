@@ -113,7 +113,7 @@ def test_a_batch_script_is_refused_naming_srun(step: dict[str, str]) -> None:
         (TORCHRUN, OPEN_MPI_4, "torchrun"),
         (OPEN_MPI_4, SRUN, "Open MPI"),
         (MPICH, SRUN, "MPICH"),
-        # srun --mpi=pmi2 sets these itself.
+        # srun --mpi=pmi2 itself sets these variables.
         (SRUN, {"PMI_RANK": "2", "PMI_SIZE": "3"}, "Slurm"),
     ],
 )

@@ -231,7 +231,7 @@ def test_once_misfortunes_end_there_is_one_epoch() -> None:
 
 
 class Line:
-    """Members with one clock, whose messages arrive at once, in order."""
+    """Members with a common clock. Their messages arrive at once, in order."""
 
     def __init__(self, size: int) -> None:
         self.members = tuple(Member(rank, f"w{rank}", 100 + rank) for rank in range(size))
@@ -274,7 +274,7 @@ class Line:
         self.settle()
 
     def ranks(self, rank: int) -> list[int]:
-        """Return the members of this member's current epoch; none without one."""
+        """Return the members of this member's current epoch. Without an epoch the list is empty."""
         machine = self[rank]
         return [one.rank for one in machine.epoch.members] if machine.is_current(self.now) else []
 

@@ -72,7 +72,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path)
 @pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:1", "file:///tmp/store"])
 @pytest.mark.parametrize("world_size", [2, None])
 def test_a_url_that_gives_rank_or_size_is_refused(place: str, query: str, world_size: int | None) -> None:
-    # torch's own RPC refuses it in the same way, with an AssertionError.
+    # torch's own RPC refuses such a URL in the same way, with an AssertionError.
     with pytest.raises(ValueError, match=r"rank or world_size"):
         create_store(f"{place}?{query}", 0, world_size, 10)
 

@@ -70,7 +70,7 @@ def calls_with_a_secret(machines: Machines) -> str:
 
 @_trial
 def calls_without_tcp(machines: Machines) -> str:
-    """The same traffic over reliable connections only, by UCX_TLS. UCX warns of none of our defaults."""
+    """The same traffic over reliable connections only, by UCX_TLS. UCX warns of no default of this package."""
     return _calls(machines, _RC, UCX_TLS="rc,self", LARGE_MIB="16", FLOOD_MIB="20")
 
 

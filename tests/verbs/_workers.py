@@ -40,10 +40,10 @@ def faults(output: str) -> list[str]:
 
 
 class Workers:
-    """A program of the folder ``programs`` on each machine; rank 0 is on the first one.
+    """Runs a program of the folder ``programs`` on each machine. Rank 0 is on the first machine.
 
     Args:
-        machines: they must be up.
+        machines: the machines, which must be up.
         program: the file's name.
         environment: variables of both workers.
     """

@@ -25,7 +25,7 @@ class ConnectionTest : public testing::Test {
   static void disconnect(Connection& connection) {
     connection.setEndpoint(std::nullopt);
   }
-  // The connections of one round.
+  // Returns the connections of one round.
   std::vector<Connection*> round() {
     std::vector<Connection*> seen;
     connections_.forEachReady([&](Connection& connection) { seen.push_back(&connection); });

@@ -38,7 +38,7 @@ class InboxTest : public testing::Test {
     }
   }
 
-  // A message of one span. Its body and its pieces are announced; the handles of its pieces are the numbers that follow
+  // Announces the body and the pieces of a message of one span. The handles of the pieces are the numbers after
   // `firstNumber`.
   void announce(
       Rank rank, uint64_t callId, uint64_t bytes, uintptr_t firstNumber, wire::Kind kind = wire::Kind::kRequest) {

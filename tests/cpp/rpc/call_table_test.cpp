@@ -151,7 +151,7 @@ TEST_F(CallTableTest, EachCallLeavesExactlyOnce) {
   constexpr uint64_t kCalls = 40'000;
   std::vector<std::atomic<int>> taken(kCalls);
   const auto note = [&taken](const CallTable::Call& call) {
-    const auto id = static_cast<size_t>(call.timeout.count()); // marked with the id it will get
+    const auto id = static_cast<size_t>(call.timeout.count()); // the timeout holds the call's id
     taken[id].fetch_add(1);
   };
   std::atomic<uint64_t> opened{0};

@@ -230,7 +230,7 @@ TEST_F(ChannelTest, ValuesOfAnEarlierEpochAreDropped) {
   EXPECT_EQ(channel(1).counts().untakenBytes, 0u);
   try {
     EXPECT_TRUE(eventually([&] {
-      channel(0).wait(put(0, 1, "late", {at::ones({kMiB})})); // it is dropped, and its memory is free
+      channel(0).wait(put(0, 1, "late", {at::ones({kMiB})})); // the value is dropped, and its memory is free
       return false;
     }));
     FAIL() << "the sender has not been told";

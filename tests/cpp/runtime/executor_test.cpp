@@ -172,7 +172,7 @@ TEST_F(ExecutorTest, RequestIsRefusedWhenAllThereMayBeWait) {
 
 TEST_F(ExecutorTest, FollowUpRunsAfterItsTask) {
   start();
-  std::vector<int> order; // by one thread
+  std::vector<int> order; // one thread writes it
   struct AtEnd {
     std::vector<int>& order;
     ~AtEnd() {

@@ -142,7 +142,7 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   Progress progress;
 };
 
-// Leads once; false if there was nothing to hand out.
+// Leads once. Returns false if there was nothing to hand out.
 template <typename IsDone>
 bool lead(TestEndpoint& endpoint, IsDone isDone) {
   const std::unique_ptr<EventBatch> events = endpoint.progress.lead(isDone);
@@ -248,7 +248,7 @@ TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
 // The timer makes such requests while a device works, which may take seconds.
 TEST_P(ProgressTest, RequestsToLookAgainKeepNoDriverFromSleep) {
   if (GetParam() == Waiting::kPoll) {
-    return; // it never sleeps
+    return; // a polling driver never sleeps
   }
   a_.progress.run([&] {
     a_.questionsUntilReady = std::numeric_limits<int>::max();
@@ -423,7 +423,7 @@ TEST_P(ProgressTest, LeaderTakesOverFromACallerThatItWoke) {
     std::atomic<bool> isOver{false};
     std::thread caller([&] { (void)b_.progress.driveUntil([&] { return isOver.load(); }, std::nullopt); });
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    const LeadingThread leader(b_); // goes to sleep last, so it is woken first
+    const LeadingThread leader(b_); // the leader goes to sleep last, so it wakes first
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     isOver.store(true);
     b_.progress.wake();

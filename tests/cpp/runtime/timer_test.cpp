@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 
 class TimerTasksTest : public testing::Test {
  protected:
-  // Adds a task that notes its runs, and runs again after `period`; zero means never.
+  // Adds a task that notes its runs, and runs again after `period`. Zero means that it does not run again.
   Timer::Task& add(const std::string& name, milliseconds period = milliseconds(0)) {
     return timer_.add([this, name, period](TimePoint now) {
       EXPECT_EQ(now, now_);

@@ -34,8 +34,8 @@ namespace torch_ucx_rpc {
 
 inline constexpr c10::DeviceType kFake = c10::DeviceType::PrivateUse1;
 inline constexpr c10::DeviceIndex kFakeDevices = 2;
-inline constexpr c10::StreamId kPoolStreams = 64; // of each pool: 1, 2, ...; stream 0 is the default one
-inline constexpr int kPools = 2; // of priority 0, and of -1
+inline constexpr c10::StreamId kPoolStreams = 64; // in each pool; their ids begin at 1, and stream 0 is the default
+inline constexpr int kPools = 2; // one of priority 0, one of -1
 inline constexpr c10::StreamId kStreams = 1 + kPools * kPoolStreams;
 inline constexpr std::byte kReleased{0xEE}; // fills released memory
 

@@ -13,7 +13,7 @@ RUNTIME_READS __asan_default_options() {
 }
 
 RUNTIME_READS __lsan_default_suppressions() {
-  // UCX 1.22 does not free its records of a receive under way when its worker is destroyed, and says so: "was not
+  // UCX 1.22 does not free its records of open receives when its worker is destroyed, and says so: "was not
   // returned to mpool",
   // https://github.com/openucx/ucx/blob/v1.22.0/src/ucs/datastruct/mpool.c
   // It also leaks 100 bytes where a neighbour's shared memory is gone: uct_mm_ep_t_init() does not destroy its table,

@@ -146,7 +146,7 @@ TEST(SendableTest, ZeroTensorsArriveAsZeros) {
 
 // ------------------------------------------------------------------------------------------------------------- modes
 
-// Tensors whose encoding or decoding runs operators.
+// Returns tensors whose encoding or decoding runs operators.
 std::vector<at::Tensor> manyKinds() {
   const at::Tensor dense = at::arange(24.).remainder(5).reshape({4, 6});
   return {

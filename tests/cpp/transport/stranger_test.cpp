@@ -57,7 +57,7 @@ class StrangerTest : public ForgedFrameTest {
     expected_ += times;
   }
 
-  // Runs the stranger; false if it could not send all frames.
+  // Runs the stranger. Returns false if it could not send all frames.
   [[nodiscard]] bool runStranger() {
     shots_.close();
     std::string program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "stranger";

@@ -59,7 +59,7 @@ pid_t runThisProgram(const std::string& test) {
   return child;
 }
 
-// The address of a worker whose process has been killed.
+// Returns the address of a worker whose process has been killed.
 std::string addressOfDead(const std::string& lanes) {
   const std::string path = testing::TempDir() + "address-" + std::to_string(getpid());
   setenv(kAddressFile, path.c_str(), 1);

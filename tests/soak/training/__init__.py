@@ -44,7 +44,7 @@ from torch_ucx_rpc import UcxRpcBackendOptions, reduction
 from torch_ucx_rpc._workers.life import life as present_life
 from torch_ucx_rpc.reduction._office import office
 
-# Calls have a longer limit, so that a hanging call shows before it fails.
+# Calls have a longer limit than a stall, so that a hanging call shows before it fails.
 _STALL_S = 15.0
 _TIMEOUT_S = 40.0
 _STARTING_S = 60.0
@@ -213,7 +213,7 @@ class Job:
         self._returns: dict[str, float] = {}
         # Processes that are stopped or cut off: the time of the end, and its action.
         self._silent: dict[str, tuple[float, Callable[[], None]]] = {}
-        # The seconds so far in which no process was silent.
+        # For so many seconds no process has been silent.
         self._calm_s = 0.0
         # The time of each trainer's last step, and the calm seconds before it.
         self._progress: dict[str, tuple[float, float]] = {}
@@ -352,7 +352,7 @@ class Job:
                     raise Failed(f"{name} has failed at the end: {self._why(name)}")
 
     def stacks(self) -> str:
-        """What all processes that have joined RPC know of each other, and their stacks."""
+        """Return what all processes that have joined RPC know of each other, and their stacks."""
         names = [name for name in self._kind.workers if self._processes[name].exitcode is None]
         living = [name for name in names if (self._folder / f"{name}.stacks").exists()]
         (self._folder / "tell").touch()

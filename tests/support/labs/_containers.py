@@ -30,14 +30,14 @@ _PERIOD_US = 100_000
 class Container:
     """A container for a command, with options like those of ``docker run``, and with this machine's files.
 
-    It has mounts of its own. Its first process is the command, or, with ``init``, one that starts the command.
+    It has its own mounts. Its first process is the command, or, with ``init``, one that starts the command.
 
     Args:
         ipc: "private", with a ``/dev/shm`` of ``shm_mib``; or "host", with System V IPC and ``/dev/shm`` of the host.
         pid: "private", with processes of its own; or "host", with those of the host.
         network: "host", the network of its host (a pod's, if the host is one of `VirtualHosts`); or "none", with the
             loopback interface alone.
-        hostname: its name, which does not resolve; empty for the host's.
+        hostname: the container's name, which does not resolve; empty for the host's name.
         read_only: only ``/tmp`` and ``/dev/shm`` can be written.
         user: number of the user, with or without a name. Only root, 0, has capabilities.
         capabilities: the capabilities that root has; it can gain no others.
@@ -129,10 +129,10 @@ def _new_tmp() -> list[str]:
 
 @contextlib.contextmanager
 def limits(*, memory_mib: int | None = None, cpus: float | None = None) -> Iterator[list[Path]]:
-    """Control groups with these limits, for `Container`; the test is skipped where none can be made.
+    """Make control groups with these limits, for `Container`. Skip the test if none can be made.
 
     Args:
-        memory_mib: beyond it the kernel kills a process of the container.
+        memory_mib: if the container uses more, the kernel kills one of its processes.
         cpus: processor seconds that all processes together get in a second.
     """
     wanted = {"memory": memory_mib, "cpu": cpus}

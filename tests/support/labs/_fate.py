@@ -15,7 +15,7 @@ from ._virtual_hosts import VirtualHosts
 class Fate:
     """Cuts, heals and powers off hosts by order of a worker. The worker runs on a host, and picks the moment.
 
-    It is pickled to the workers; the pytest process runs it in a ``with``::
+    The pytest process runs it in a ``with``, and pickles it to the workers::
 
         with Fate(hosts) as fate:
             run_workers(2, body, fate, hosts=hosts)     # in the body: fate.of("b", "cut")

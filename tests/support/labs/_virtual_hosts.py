@@ -136,7 +136,7 @@ class VirtualHost:
         return subprocess.run([*self._entering(options), *command], **options)
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """``subprocess.Popen`` on this host. ``kill()`` ends the program; other signals do not reach it."""
+        """``subprocess.Popen`` on this host. ``kill()`` ends the program. Other signals do not reach it."""
         return subprocess.Popen([*self._entering(options), "setpriv", "--pdeathsig", "KILL", *command], **options)
 
     def cut(self) -> None:

@@ -132,13 +132,13 @@ class _Job:
             report, worker_end = context.Pipe(duplex=False)
             process = context.Process(target=self._worker.main, args=(rank, worker_end), name=worker_name(rank))
             process.start()
-            # Only the worker's copy is left, so the pipe ends with the worker.
+            # Only the worker still has this end, so the pipe ends with the worker.
             worker_end.close()
             self._processes.append(process)
             self._reports.append(report)
 
     def _follow(self, deadline: float, timeout: float) -> None:
-        # A worker is finished when its process has ended; its report, if any, is in the pipe by then.
+        # A worker is finished when its process has ended. Any report is then in the pipe.
         running = {rank: process for rank, process in enumerate(self._processes) if rank not in self._expendable}
         while running and not (self._failures and time.monotonic() > deadline):
             readable = {self._reports[rank]: rank for rank in running if not self._has_reported(rank)}

@@ -52,7 +52,7 @@ def process_context() -> multiprocessing.context.ForkServerContext:
 
 
 def _has_cuda() -> bool:
-    """Whether this torch is built for GPUs; asks no driver."""
+    """Whether this torch is built for GPUs. No driver is asked."""
     return torch.version.cuda is not None or torch.version.hip is not None
 
 

@@ -23,7 +23,7 @@ class Stalls:
         self._thread = threading.Thread(target=self._sleep_again, daemon=True)
 
     def seconds(self) -> float:
-        """All stalls so far together."""
+        """Return the sum of all stalls so far."""
         return self._stalled_s
 
     def _sleep_again(self) -> None:

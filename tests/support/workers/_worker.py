@@ -50,7 +50,7 @@ def init_rpc(rank: int, **overrides: Any) -> None:
 
 
 def backend_options(**options: object) -> rpc.RpcBackendOptions:
-    """The options object of this job's backend, made from ``options`` alone; for `init_rpc`."""
+    """Return an options object of this job's backend for `init_rpc`, made only from ``options``."""
     return this_worker().backend_options(options)
 
 
