@@ -192,7 +192,7 @@ def test_the_page_has_all_commands_and_options(capsys: pytest.CaptureFixture[str
         assert options <= set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", section)), name
 
 
-def test_a_main_that_is_called_gets_the_arguments_of_the_process(
+def test_main_without_arguments_uses_those_of_the_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["torch-ucx-rpc", "--version"])

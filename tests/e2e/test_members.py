@@ -53,7 +53,7 @@ def meet_in_parts(rank: int) -> list[Record]:
     return meet(rank, 8)
 
 
-def test_members_come_in_parts_and_arrivals_too() -> None:
+def test_members_and_arrivals_are_read_in_parts() -> None:
     first, *others = run_workers(8, meet_in_parts, init=False)
     assert [member.rank for member in first] == list(range(8))
     assert others == [first] * 7

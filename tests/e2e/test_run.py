@@ -339,11 +339,11 @@ def test_ctrl_c_causes_no_restart() -> None:
     assert [pid for pid in pids if is_running(pid)] == []
 
 
-# ---- As many as there are --------------------------------------------------------------------------------------------
+# ---- Automatic counts ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", ["auto", "cpu"])
-def test_as_many_workers_as_torchrun_counts(devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automatic_worker_counts_equal_torchruns(devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.run import determine_local_world_size
 
     monkeypatch.setitem(ENVIRON, "CUDA_VISIBLE_DEVICES", "")
@@ -352,7 +352,7 @@ def test_as_many_workers_as_torchrun_counts(devices: str, monkeypatch: pytest.Mo
     assert sorted(done.stdout.splitlines()) == sorted(f"[worker{rank}] {count}" for rank in range(count))
 
 
-def test_without_a_gpu_none_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_workers_per_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRON, "CUDA_VISIBLE_DEVICES", "")
     done = run("-n", "gpu", "-c", "pass")
     assert done.returncode == ExitCode.WRONG_ARGUMENTS

@@ -186,7 +186,7 @@ def leave(rank: int, steps: Steps) -> None:
     steps.meet("left", rank, 3)
 
 
-def test_a_suspect_is_out(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_suspected_member_is_left_out(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, suspect, Steps(tmp_path))
 
 

@@ -73,7 +73,7 @@ def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
     os._exit(0)
 
 
-def test_a_member_that_decides_learns_what_it_decides(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_a_member_makes_an_office_when_it_decides(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(2, found_without_an_office, Steps(tmp_path), (tmp_path / "store").as_uri(), init=False)
 
 

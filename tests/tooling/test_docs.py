@@ -117,7 +117,7 @@ def test_the_thread_model_lists_the_owners_of_timer_tasks() -> None:
     }
 
 
-def test_the_drawing_of_the_layers_is_the_rule() -> None:
+def test_the_drawing_of_the_layers_agrees_with_the_rules() -> None:
     drawing = re.search(r"## Layers.*?```\n(.*?)```", read(DEVELOPMENT / "architecture.md"), re.DOTALL)
     assert drawing
     chains = [chain.split("  <  ") for line in drawing[1].splitlines() for chain in re.split(r" {3,}", line.strip())]
@@ -156,7 +156,7 @@ def test_the_index_of_a_shelf_lists_its_pages(shelf: str) -> None:
         ("| a | " + "x" * 201 + " |\n", "201 characters"),
     ],
 )
-def test_a_fault_is_found(tmp_path: Path, text: str, finding: str) -> None:
+def test_a_faulty_page_is_noticed(tmp_path: Path, text: str, finding: str) -> None:
     (found,) = [*broken_links(tmp_path / "page.md", text), *too_wide(text)]
     assert finding in found
 

@@ -46,7 +46,7 @@ def test_a_timeout_is_a_timeout_error_too() -> None:
 
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
-def test_each_can_be_pickled_and_copied_with_its_attributes(type_: type[errors.RpcError], again) -> None:
+def test_errors_can_be_pickled_and_copied_with_attributes(type_: type[errors.RpcError], again) -> None:
     error = again(type_(LOST, cause="its process has ended", **PS))
     assert type(error) is type_
     assert str(error) == LOST
@@ -54,14 +54,14 @@ def test_each_can_be_pickled_and_copied_with_its_attributes(type_: type[errors.R
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_each_passes_through_a_further_worker_as_torch_sends_it(type_: type[errors.RpcError]) -> None:
+def test_errors_pass_through_another_worker_as_torch_sends_them(type_: type[errors.RpcError]) -> None:
     sent = pickle.loads(pickle.dumps(internal.RemoteException(f"On WorkerInfo(id=1): {LOST}", type_)))
     with pytest.raises(type_, match="On WorkerInfo") as raised:
         internal._handle_exception(sent)
     assert raised.value.name is None
 
 
-def test_an_attribute_that_it_does_not_have_is_refused() -> None:
+def test_an_attribute_that_the_error_lacks_is_refused() -> None:
     with pytest.raises(TypeError, match="WorkerLost has no attribute resource, timeout"):
         errors.WorkerLost(LOST, timeout=1.0, resource="memory")
 

@@ -55,7 +55,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return sizes
 
 
-def test_each_sees_earlier_members_in_order(store: Store, secret: Secret | None) -> None:
+def test_each_worker_sees_earlier_members_in_order(store: Store, secret: Secret | None) -> None:
     assert [join(store, rank, secret)[2] for rank in (3, 1, 2)] == [[], [3], [3, 1]]
 
 

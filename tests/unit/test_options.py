@@ -325,7 +325,7 @@ def test_the_registry_constructs_the_same_options() -> None:
     )
 
 
-def test_the_page_on_options_has_each_with_its_default() -> None:
+def test_the_page_has_each_option_with_its_default() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|", page, re.MULTILINE))
     options = UcxRpcBackendOptions()
