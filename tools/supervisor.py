@@ -40,7 +40,8 @@ _LIBRARIES = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
 
 
 class WithoutOthers(TypedDict):
-    """A part of an environment for `run`, which takes no other keywords as variables."""
+    """A part of an environment, with named keys: type checkers take keys of a plain dict for other arguments of
+    `run`."""
 
     PYTEST_DISABLE_PLUGIN_AUTOLOAD: str
 

@@ -68,7 +68,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
         if before:
             before[0].strike(before[1])
         before = own, place
-    # Three places: rank 0, the worker that has just left, and the last worker.
+    # Three places: of rank 0, which stays, of a worker that has left since, and of the last worker.
     assert max(reads) <= 3
 
 

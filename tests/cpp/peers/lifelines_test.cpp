@@ -16,7 +16,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// A port that accepts no connection by itself.
+// A port on which only reset() calls accept(). The kernel makes connections nevertheless.
 class Listener {
  public:
   explicit Listener(uint16_t port = 0) {

@@ -251,7 +251,7 @@ TEST_F(PeerMonitorTest, ClosedAgentAsksNoPeer) {
 }
 
 TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
-  // This port accepts no connection.
+  // accept() is never called on this port, but the kernel makes connections.
   int port = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   ASSERT_EQ(listen(port, 16), 0); // on all addresses
   sockaddr_in address{};

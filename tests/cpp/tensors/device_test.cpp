@@ -288,7 +288,7 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
   device_.launch(fake(), [view = hostView(sent)] { view.add_(2); });
   const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
   sent.reset();
-  const c10::intrusive_ptr<Message> response = answer(future); // waiting for an answer on the CPU runs the device
+  const c10::intrusive_ptr<Message> response = answer(future); // an answer for the CPU makes the device run
   device_.run();
   ASSERT_EQ(looks.size(), 2u);
   EXPECT_TRUE(looks[0].hasSeen(7));
