@@ -513,6 +513,27 @@ def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_join_does_not_wait_for_handlers(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(2, join_one_that_is_busy, Steps(tmp_path), tmp_path / "store", init=False)
+
+
+def join_one_that_is_busy(rank: int, steps: Steps, file: Path) -> None:
+    if rank == 1:
+        steps.wait_for("busy")
+    options = backend_options(init_method=file.as_uri(), num_worker_threads=1, init_timeout=10)
+    join(rank, rpc_backend_options=options)
+    if rank == 0:
+        handler = rpc.rpc_async("worker0", wait_in_a_handler, args=(steps, "busy", "joined 1"))
+        handler.wait()
+    steps.done(f"joined {rank}")
+    rpc.shutdown()
+
+
+def wait_in_a_handler(steps: Steps, begun: str, last: str) -> None:
+    steps.done(begun)
+    steps.wait_for(last)
+
+
 def test_the_rank_comes_from_the_environment(run_workers: RunWorkers) -> None:
     run_workers(1, join_without_rank, init=False)
 

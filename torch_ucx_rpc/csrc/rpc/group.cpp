@@ -304,8 +304,12 @@ void Group::onJoin(uint64_t session, Bytes record) {
   if (hold == nullptr) {
     return; // being destroyed
   }
-  // Python decides, so not on this thread: it may drive, and no driver waits for the GIL.
-  executor_.addRequest([this, hold = std::move(hold), session, record = std::move(record)] {
+  // Python decides, so not on this thread: it may drive, and no driver waits for the GIL. Not a request: handlers may
+  // hold all threads.
+  executor_.addCompletion([this, hold = std::move(hold), session, record = std::move(record)] {
+    if (lifetime_.isClosed()) {
+      return; // this worker leaves
+    }
     // A known worker repeats its join: the answer has not reached it.
     if (directory_.findSession(session) == nullptr) {
       const auto* text = reinterpret_cast<const char*>(record.data());
