@@ -191,7 +191,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         rpc_timeout (float): seconds after which a call fails that was given no timeout of its own (default: 60). 0 is
             no limit.
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
-            None, 60 or as long as ``rpc_timeout``, whichever is longer). 0 is no limit.
+            None, 60 or as long as ``rpc_timeout``, whichever is longer; in a group without a size also long enough for
+            a dead member to be lost). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
             is suspect, with a warning (default: 10). Calls to it wait. 0 is no limit: then only the end of a process is
             noticed. On the same host the end of a process is noticed at once.

@@ -139,15 +139,23 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     return int(rank), world_size and int(world_size)
 
 
-def _init_timeout(options: UcxRpcBackendOptions) -> float:
-    """Seconds that ``init_rpc`` waits for others; 0 is no limit."""
+# Seconds for a worker that joins, after a member whose host has died is lost.
+_AFTER_A_LOSS_S = 10.0
+
+
+def _init_timeout(options: UcxRpcBackendOptions, is_joining: bool = False) -> float:
+    """Seconds that ``init_rpc`` waits for others; 0 is no limit. A worker that joins waits until dead members are
+    lost."""
     if options.init_timeout is not None:
         return options.init_timeout
     if options.rpc_timeout == 0:
         return 0
     # A short rpc_timeout says nothing about the start: processes start seconds apart. TensorPipe's rendezvous ignores
     # it too.
-    return max(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
+    limit = max(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
+    if is_joining and options.heartbeat_limit:
+        limit = max(limit, options.heartbeat_limit + options.reconnect_limit + _AFTER_A_LOSS_S)
+    return limit
 
 
 def _load_secret(options: UcxRpcBackendOptions) -> Secret | None:
@@ -187,7 +195,7 @@ def _join_dynamic_group(
     store: Store, name: str, rank: int, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
     """Return a running agent that all members of the group have admitted."""
-    deadline = Deadline(_init_timeout(options))
+    deadline = Deadline(_init_timeout(options, is_joining=True))
     agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options, secret)
     with _undone_on_error(agent):
         agent.group = group = DynamicGroup(store, _record_of(agent, 0), agent, secret)

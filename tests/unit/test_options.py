@@ -134,6 +134,21 @@ def test_the_start_has_at_least_a_minute_unless_it_is_given_less(given: dict[str
     assert _start._init_timeout(UcxRpcBackendOptions(**given)) == seconds  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, 80),
+        ({"rpc_timeout": 600}, 600),
+        ({"rpc_timeout": 0}, 0),
+        ({"heartbeat_limit": 0}, 60),
+        ({"heartbeat_limit": 60, "reconnect_limit": 0}, 70),
+        ({"init_timeout": 5}, 5),
+    ],
+)
+def test_a_worker_that_joins_waits_until_the_dead_are_lost(given: dict[str, float], seconds: float) -> None:
+    assert _start._init_timeout(UcxRpcBackendOptions(**given), is_joining=True) == seconds  # type: ignore[arg-type]
+
+
 def test_arguments_are_keywords() -> None:
     with pytest.raises(TypeError):
         UcxRpcBackendOptions(16)  # type: ignore[misc]
