@@ -30,7 +30,7 @@ from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.reduction._office import office
 
 from ._jobs import KILLED, die
-from ._training import are_equal, batches, enter, make_model, parameters_of, process_group, step_of, train
+from ._training import SGD, are_equal, batches, enter, make_model, parameters_of, process_group, step_of, train
 
 RunWorkers = Callable[..., list]
 
@@ -490,6 +490,28 @@ def push_over_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         # The trainers form a group without the host, and no host is left.
         assert reduction.push_pull(server, torch.full((2,), float(rank))).tolist() == [1.5, 1.5]
     steps.meet("over", rank, 3)
+
+
+@pytest.mark.ucx_only
+def test_a_cut_of_a_host_with_parameters_costs_time(tmp_path: Path) -> None:
+    needs_virtual_hosts()
+    with VirtualHosts(["ps0", "ps1", "t0", "t1"]) as hosts, Fate(hosts) as fate:
+        options = {"heartbeat_limit": 2.0, "rpc_timeout": 40}
+        workers.run_workers(4, update_over_a_cut, Steps(tmp_path), fate, hosts=hosts, options=options)
+
+
+def update_over_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
+    if rank >= 2:
+        server = reduction.serve("worker0", "worker1", parameters=[torch.zeros(3), torch.zeros(3)], optimizer=SGD)
+        reduction.push_pull(server, [torch.ones(3), torch.ones(3)])
+        steps.meet("pushed", rank - 2, 2)
+        if rank == 2:
+            fate.of("ps0", "cut_for", 7)
+            steps.done("cut")
+        steps.wait_for("cut")
+        expected = [torch.full((3,), value).tolist() for value in (-0.2, -0.2)]
+        assert [one.tolist() for one in reduction.push_pull(server, [torch.ones(3), torch.ones(3)])] == expected
+    steps.meet("over", rank, 4)
 
 
 def train_over_a_broken_link(rank: int, steps: Steps) -> dict[int, float]:

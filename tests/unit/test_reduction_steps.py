@@ -15,13 +15,17 @@ from torch_ucx_rpc._workers.messages import Epoch, Member
 from torch_ucx_rpc.reduction import _steps
 from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
-from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec
+from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, Report, Spec
 from torch_ucx_rpc.reduction._office import TimedOut
 from torch_ucx_rpc.reduction._steps import Steps
 
 # `make nightly` runs ten times as many.
 SCHEDULES = 6000 * int(os.environ.get("SCHEDULES", "1"))
 SPEC = Spec("server", ("host",), 1, None, None, 100)
+
+
+def only_host(step: int) -> tuple[str, ...]:
+    return ("host",)
 
 
 class Trainer:
@@ -103,7 +107,7 @@ class World:
         left = {one.name for one in self.living() if one.has_left}
         first = next(iter(self.reports.values()))
         workers = {*ranks}
-        self.ledger = Ledger("model", self.epoch, ranks, SPEC, ("host",), first, left=left, workers=lambda: workers)
+        self.ledger = Ledger("model", self.epoch, ranks, SPEC, only_host, first, left=left, workers=lambda: workers)
         self.ledger.resume(self.reports, ())
         self.carry_out()
 
@@ -254,7 +258,7 @@ def test_copies_are_equal_in_every_schedule(part: int) -> None:
 def test_the_first_step_waits_for_a_silent_trainer(expected: int | tuple[str, ...]) -> None:
     workers, first = {"host", "t0", "t1"}, Report(0, expected=expected)
     # The epoch has left t1 out.
-    ledger = Ledger("model", 2, {"host": 0, "t0": 1}, SPEC, ("host",), first, left=set(), workers=lambda: workers)
+    ledger = Ledger("model", 2, {"host": 0, "t0": 1}, SPEC, only_host, first, left=set(), workers=lambda: workers)
     ledger.resume({"t0": first}, ())
     assert ledger.look_again()
     assert not ledger.openings
@@ -267,7 +271,7 @@ def test_training_goes_on_from_the_latest_state_left() -> None:
     # The trainers in step 9 have died. t1 was behind, and had not got their state.
     reports = {"t0": Report(1), "t1": Report(1, former=(5, 77), is_late=True), "t2": Report(1, former=(4, 66))}
     ranks = {name: int(name[1:]) for name in reports}
-    ledger = Ledger("model", 3, ranks, SPEC, ("host",), reports["t0"], left=set())
+    ledger = Ledger("model", 3, ranks, SPEC, only_host, reports["t0"], left=set())
     ledger.resume(reports, ())
     opening = ledger.openings[-1]
     assert (opening.step, opening.committed, opening.donors) == (5, 77, ("t1",))
@@ -280,7 +284,7 @@ def test_gradients_of_the_committed_step_make_no_quorum() -> None:
         "t0": Report(1, step=4, committed=66, prepared=77, is_ready=True, quorum=1),
         "t1": Report(1, step=5, committed=77, quorum=1),
     }
-    ledger = Ledger("model", 2, {"t0": 0, "t1": 1}, SPEC, ("host",), reports["t0"], left=set())
+    ledger = Ledger("model", 2, {"t0": 0, "t1": 1}, SPEC, only_host, reports["t0"], left=set())
     ledger.resume(reports, ())
     assert (ledger.openings[-1].step, ledger.openings[-1].contributors) == (5, ())
     ledger.update("t1", reports["t1"]._replace(number=2, is_ready=True))
@@ -332,3 +336,24 @@ def test_parameters_that_do_not_come_in_time_are_an_error() -> None:
             RuntimeError, match="parameters of 'server/parameters' have not come within rpc_timeout: this"
         ):
             steps.parameters_of({0})
+
+
+def test_a_step_waits_for_a_silent_host_that_keeps_parameters() -> None:
+    spec = Spec("server", ("ps0", "ps1"), 1, b"an optimizer", None, 100)
+    workers = {"ps0", "ps1", "t0"}
+    members = Member(1, "ps1", 101), Member(2, "t0", 102)
+    decider = Decider(Epoch(2, members, members[0]), lambda: workers)
+    key = "server/model0"
+    report = Report(1, step=5, committed=77)
+    decider.learn("ps1", Knowledge({}, frozenset(), {}, {key: Kept(5, 77, (1,))}))
+    decider.learn("t0", Knowledge({"server": spec}, frozenset(), {key: report}, {}))
+
+    def hosts() -> list[tuple[str, ...]]:
+        return [opening.hosts for _, opening in decider.take_mail()[1]]
+
+    assert hosts() == [()]
+    assert decider.look_again()
+    assert not hosts()
+    workers.remove("ps0")
+    assert not decider.look_again()
+    assert hosts() == [("ps1", "ps1"), ("ps1", "ps1")], "to the trainer and to the host"

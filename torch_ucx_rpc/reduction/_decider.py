@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,12 @@ class Decider:
         """Return the parameters of a model that hosts keep."""
         return {name: its.kept[key] for name, its in self._known.items() if key in its.kept}
 
+    def _hosts(self, key: str, spec: Spec, step: int) -> tuple[str, ...]:
+        """Return the hosts for a step. In a job of fixed size, a silent host may keep parameters that no file has."""
+        silent = set() if self._workers is None else self._workers() - self.ranks.keys()
+        may_keep = step > 0 and spec.checkpoint is None and not silent.isdisjoint(spec.hosts)
+        return hosts_of(spec, self.ranks, self._kept(key), may_keep)
+
     def _server(self, name: str) -> Spec | None:
         return next((its.servers[name] for its in self._known.values() if name in its.servers), None)
 
@@ -71,7 +78,7 @@ class Decider:
                 self.epoch.number,
                 self.ranks,
                 spec,
-                hosts_of(spec, self.ranks, self._kept(key)),
+                functools.partial(self._hosts, key, spec),
                 first,
                 left={name for name, its in self._known.items() if server in its.left},
                 workers=self._workers,
@@ -151,7 +158,7 @@ class Decider:
         self._answers.append((future, self._ledgers[key].missing() if key in self._ledgers else ()))
 
     def look_again(self) -> bool:
-        """Take note of workers that have ended outside the epoch. Returns False if no first step waits for any."""
+        """Take note of workers that have ended outside the epoch. Returns False if no step waits for any."""
         waiting = [ledger for ledger in self._ledgers.values() if ledger.look_again()]
         return bool(waiting)
 

@@ -84,7 +84,7 @@ class Ledger:
         epoch: int,
         ranks: Mapping[str, int],
         spec: Spec,
-        hosts: tuple[str, ...],
+        hosts: Callable[[int], tuple[str, ...]],
         first: Report,
         *,
         left: set[str],
@@ -92,9 +92,9 @@ class Ledger:
         whole: int = 0,
         attempt: int = 0,
     ) -> None:
-        """``first`` is any report. The first ``whole`` steps are for all trainers, despite a quorum. ``attempt`` is the
-        last one of a ledger that was dropped in this epoch. ``workers`` returns all workers of a job of fixed size that
-        have not certainly ended, members or not."""
+        """``hosts`` returns the hosts for a step. ``first`` is any report. The first ``whole`` steps are for all
+        trainers, despite a quorum. ``attempt`` is the last one of a ledger that was dropped in this epoch. ``workers``
+        returns all workers of a job of fixed size that have not certainly ended, members or not."""
         self.openings: list[Opening] = []
         self.left = left
         self.quorum, self._expected = first.quorum, first.expected
@@ -142,11 +142,16 @@ class Ledger:
             self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))
 
     def look_again(self) -> bool:
-        """Take note of workers that have ended outside the epoch. Returns False if the first step waits for none."""
-        if self._opening is not None or not self._trainers() or self._workers is None:
+        """Take note of workers that have ended outside the epoch. Returns False if the step waits for none."""
+        if not self._trainers() or self._workers is None:
             return False
-        self._decide()
-        return self._opening is None and bool(self._workers() - self._ranks.keys())
+        opening = self._opening
+        if opening is None:
+            self._decide()
+        elif not opening.hosts and self._spec.hosts and self._hosts(self._step):
+            self._open(opening.contributors, opening.recipients, opening.donors)
+        is_waiting = self._opening is None or (not self._opening.hosts and bool(self._spec.hosts))
+        return is_waiting and bool(self._workers() - self._ranks.keys())
 
     # -- the end of a step
 
@@ -304,7 +309,7 @@ class Ledger:
         is_over: bool = False,
     ) -> None:
         self.attempt += 1
-        hosts = self._hosts if self._spec.hosts else contributors
+        hosts = self._hosts(self._step) if self._spec.hosts else contributors
         self._opening = Opening(
             self._key,
             generation(self._epoch, self.attempt),

@@ -115,10 +115,11 @@ class Opening(NamedTuple):
         return self.generation >> _ATTEMPTS
 
 
-def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept]) -> tuple[str, ...]:
+def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept], may_keep: bool = False) -> tuple[str, ...]:
     """Return the living host of each shard; none if trainers share the work.
 
-    If several hosts have the parameters of a shard, the one with the latest step is taken.
+    If several hosts have the parameters of a shard, the one with the latest step is taken. If none has them, and
+    ``may_keep`` says that a silent host may, there are no hosts: the shard waits for that one.
     """
     names = [name for name in spec.hosts if name in living]
     if spec.optimizer is None or not names:
@@ -126,6 +127,8 @@ def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept]) -> tuple[
     hosts = []
     for shard in range(len(spec.hosts)):
         having = [(known.step, name) for name, known in kept.items() if shard in known.shards]
+        if not having and may_keep:
+            return ()
         ring = spec.hosts[shard:] + spec.hosts[:shard]
         hosts.append(max(having)[1] if having else next(name for name in ring if name in names))
     return tuple(hosts)

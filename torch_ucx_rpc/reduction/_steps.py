@@ -295,7 +295,7 @@ class Steps:
                     what = self.standing.judge(opening, self._office.name)
                 if opening is not None and what is Next.NO_HOST:
                     if self._office.are_lost(opening.spec):
-                        raise RuntimeError(_no_host(opening, "lost"))
+                        raise RuntimeError(_lost(opening))
                     self._office.call_back(opening.spec)
                 elif opening is not None and what is not Next.WAIT:
                     return opening, what
@@ -303,7 +303,7 @@ class Steps:
                     self._office.sleep(deadline)
                 except TimedOut:
                     if opening is not None and what is Next.NO_HOST:
-                        raise RuntimeError(_no_host(opening, "lost, or have been silent for rpc_timeout")) from None
+                        raise RuntimeError(_silent(opening)) from None
                     raise
 
     def _put_all(self, opening: Opening, deadline: float | None) -> None:
@@ -528,8 +528,20 @@ def _left(deadline: float | None) -> float:
     return 0 if deadline is None else max(0.001, deadline - time.monotonic())
 
 
-def _no_host(opening: Opening, what: str) -> str:
+_MORE_HOSTS = "More hosts, as in reduction.serve('ps0', 'ps1'), take over from each other"
+
+
+def _lost(opening: Opening) -> str:
+    spec = opening.spec
+    return f"all hosts of the server {spec.name!r} are lost: {', '.join(spec.hosts)}. {_MORE_HOSTS}"
+
+
+def _silent(opening: Opening) -> str:
+    spec = opening.spec
+    cure = _MORE_HOSTS
+    if spec.optimizer is not None and spec.checkpoint is None:
+        cure = "Its parameters are there: reduction.serve(..., checkpoint='a folder that all hosts see') keeps a copy"
     return (
-        f"all hosts of the server {opening.spec.name!r} are {what}: {', '.join(opening.spec.hosts)}. More hosts, as in "
-        f"reduction.serve('ps0', 'ps1'), take over from each other"
+        f"hosts of the server {spec.name!r} have been silent for rpc_timeout, or are lost: it has "
+        f"{', '.join(spec.hosts)}. {cure}"
     )
