@@ -156,6 +156,50 @@ TEST_F(ResumptionTest, AnnouncementsThatAnEndpointDropsComeOverAnotherOne) {
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
 }
 
+// As UCX does when the sender alone has lost its connection: the receiver's end stays, and its receive does not end.
+TEST_F(ResumptionTest, ReceiveOverAnEndpointThatThePeerHasReplacedIsBegunAgain) {
+  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+  network_.stallReceives(true);
+  post(Kind::kRequest, 1, kLarge);
+  exchangeAll();
+  network_.stallReceives(false);
+  reset(0);
+  for (int round = 0; round < 40; ++round) {
+    wait();
+  }
+  EXPECT_EQ(notesOfTwo(), (Notes{"broken 0", "request 1"}));
+  EXPECT_EQ(two_.peer(0).timesResumed.load(), 1u);
+  EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
+}
+
+// The receiver had made more endpoints than the sender, so UCX has made this end by itself.
+TEST_F(ResumptionTest, ReceiveOverAnEndpointOfUcxsMakingIsBegunAgain) {
+  network_.makeOriginsInternal();
+  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+  network_.stallReceives(true);
+  post(Kind::kRequest, 1, kLarge);
+  exchangeAll();
+  network_.stallReceives(false);
+  reset(0);
+  for (int round = 0; round < 40; ++round) {
+    wait();
+  }
+  EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
+  EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u) << "its own endpoint is good";
+  EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
+}
+
+TEST_F(ResumptionTest, SlowReceiveOutlastsAnotherAnnouncementOverItsEndpoint) {
+  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+  network_.stallReceives(true);
+  network_.setFault([](const wire::Header&, SendMode) { return Fate::kDuplicate; });
+  post(Kind::kRequest, 1, kLarge);
+  for (int round = 0; round < 40; ++round) {
+    wait();
+  }
+  EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u);
+}
+
 TEST_F(ResumptionTest, AnAnswerAcknowledgesItsRequestAndAPauseTheAnswer) {
   post(Kind::kRequest, 1);
   exchangeAll();

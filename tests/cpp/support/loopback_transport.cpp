@@ -70,7 +70,7 @@ class LoopbackTransport final : public Transport {
       if (mode == SendMode::kRendezvous && fate != Fate::kFail) {
         const uint64_t operation = nextOperation_++;
         delivery.rendezvous = std::make_shared<LoopbackNetwork::Rendezvous>();
-        *delivery.rendezvous = {this, operation, bytes, memory};
+        *delivery.rendezvous = {this, operation, bytes, memory, endpointId};
         operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, std::move(done)});
       } else {
         delivery.eager = Bytes(bytes);
@@ -122,6 +122,9 @@ class LoopbackTransport final : public Transport {
       } else if (memory == Memory::kDevice && deviceMemoryRefusal()) {
         failure = deviceMemoryRefusal();
         completeLocked(*rendezvous, {});
+      } else if (network_->areReceivesStalled_.load()) {
+        stalled_.emplace(rendezvous->sender->name_, std::move(done));
+        return;
       } else if (rendezvous->isCompleted) {
         failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
       } else {
@@ -138,6 +141,19 @@ class LoopbackTransport final : public Transport {
       const std::lock_guard lock(network_->mutex_);
       completeLocked(*rendezvous, {});
     }
+  }
+  const void* originOf(void* handle) const override {
+    const auto& rendezvous = *static_cast<const std::shared_ptr<LoopbackNetwork::Rendezvous>*>(handle);
+    return rendezvous != nullptr ? reinterpret_cast<const void*>(rendezvous->endpoint + 1) : nullptr;
+  }
+  bool closeOrigin(const void* /*origin*/) override {
+    if (!network_->areOriginsInternal_.load()) {
+      return false;
+    }
+    for (auto& [sender, done] : std::exchange(stalled_, {})) {
+      done({ErrorCode::kCanceled, "the endpoint was closed"});
+    }
+    return true;
   }
 
   // A callback may throw. So each item is taken out before its callback runs, and the next call handles the rest. Items
@@ -309,6 +325,9 @@ class LoopbackTransport final : public Transport {
     for (Operation& operation : ended) {
       operation.done(error);
     }
+    while (auto receive = stalled_.extract(endpoints_[endpoint].address)) {
+      receive.mapped()(error);
+    }
   }
 
   LoopbackNetwork* const network_;
@@ -321,6 +340,7 @@ class LoopbackTransport final : public Transport {
   std::unordered_map<uint64_t, Operation> operations_;
   std::deque<std::pair<EndpointId, std::string>> failing_; // failures to be reported, with the reasons
   std::unordered_set<void*> handles_;
+  std::unordered_multimap<std::string, OperationDone> stalled_; // receives, by sender
 
   // Peers write these; the network's mutex guards them.
   std::deque<LoopbackNetwork::Delivery> arrived_;

@@ -57,6 +57,15 @@ class LoopbackNetwork {
   // and the endpoints of `from` fail. `from` may make others.
   void reset(const std::string& from, const std::string& to);
 
+  // Receives that begin from now on end when their worker abandons its endpoint to the sender, with an error.
+  void stallReceives(bool areStalled) {
+    areReceivesStalled_.store(areStalled);
+  }
+  // Or when it closes their origin, which it has not made.
+  void makeOriginsInternal() {
+    areOriginsInternal_.store(true);
+  }
+
   // Behaves as if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
   void kill(const std::string& name);
 
@@ -69,6 +78,7 @@ class LoopbackNetwork {
     uint64_t operation;
     std::span<const std::byte> bytes;
     Memory memory = Memory::kHost; // the place of the bytes
+    EndpointId endpoint = 0;
     bool isCompleted = false; // the sender's operation has completed, so the bytes must not be read
   };
   struct Delivery {
@@ -83,6 +93,8 @@ class LoopbackNetwork {
 
   std::atomic<bool> isDeviceMemoryShared_{true};
   std::atomic<uint64_t> mixedRendezvous_{0};
+  std::atomic<bool> areReceivesStalled_{false};
+  std::atomic<bool> areOriginsInternal_{false};
   Error deviceMemoryRefusal_; // constant once there are transports
 
   std::mutex mutex_;

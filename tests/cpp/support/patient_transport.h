@@ -58,6 +58,12 @@ class PatientTransport final : public Transport {
   void release(void* rendezvous) override {
     EXPECT_TRUE(released.insert(rendezvous).second) << "released twice";
   }
+  const void* originOf(void* /*rendezvous*/) const override {
+    return nullptr;
+  }
+  bool closeOrigin(const void* /*origin*/) override {
+    return false;
+  }
   unsigned progress() override {
     return 0;
   }

@@ -74,6 +74,12 @@ class SendingTransport final : public Transport {
     return true;
   }
   void release(void* /*rendezvous*/) override {}
+  const void* originOf(void* /*rendezvous*/) const override {
+    return nullptr;
+  }
+  bool closeOrigin(const void* /*origin*/) override {
+    return false;
+  }
   unsigned progress() override {
     return 0;
   }

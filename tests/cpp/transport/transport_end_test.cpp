@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <memory>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -68,6 +69,46 @@ TEST_P(TransportContractTest, DeathOfAPeerEndsItsSends) {
   progressAWhile();
   EXPECT_EQ(a.failed.size(), 1u) << "told once";
   expectToReach(a, toC, c);
+}
+
+TEST_P(TransportContractTest, ReceiveEndsWithItsOriginAndAnotherEndpointHasAnotherOne) {
+  if (std::string_view(GetParam().name) != "UcpOverTcp") {
+    GTEST_SKIP() << "a receive ends at once";
+  }
+  Outcome again;
+  Outcome earlier;
+  Outcome receiving;
+  Outcome receivingAgain;
+  Untaken sent(*this); // `b` has made no endpoint, so UCX has
+  TestEndpoint& a = sent.a;
+  TestEndpoint& b = sent.b;
+  a.transport->send(a.connect(b), sent.frame, sent.bytes, SendMode::kRendezvous, again.callback());
+  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 4; }));
+  const Arrival first = b.take();
+  const Arrival second = b.take();
+  const Arrival last = std::move(b.arrivals.back());
+  const void* const origin = b.transport->originOf(first.rendezvous);
+  EXPECT_EQ(b.transport->originOf(second.rendezvous), origin);
+  EXPECT_NE(b.transport->originOf(last.rendezvous), origin);
+
+  Bytes into(kMiB);
+  b.transport->receive(second.rendezvous, into.data(), kMiB, earlier.callback()); // connects the way back
+  ASSERT_TRUE(progressUntil([&] { return earlier.isDone(); }));
+  a.transport->abandon(sent.toB);
+  progressAWhile();
+  b.transport->receive(first.rendezvous, into.data(), kMiB, receiving.callback()); // UCX does not end it
+  progressAWhile();
+  for (int tries = 0; !receiving.isDone() && tries < 10; ++tries) {
+    ASSERT_TRUE(b.transport->closeOrigin(origin));
+    progressAWhile();
+  }
+  ASSERT_TRUE(receiving.isDone());
+  EXPECT_TRUE(receiving.error());
+  b.transport->receive(last.rendezvous, into.data(), kMiB, receivingAgain.callback());
+  ASSERT_TRUE(progressUntil([&] { return again.isDone() && receivingAgain.isDone(); }));
+  EXPECT_FALSE(receivingAgain.error()) << receivingAgain.error().message();
+  EXPECT_TRUE(isSame(into, sent.bytes));
+  endpoints_.clear(); // ends the open operations
 }
 
 TEST_P(TransportContractTest, AbandonedEndpointEndsItsOperationsWithAnError) {

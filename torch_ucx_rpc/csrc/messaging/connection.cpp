@@ -53,6 +53,21 @@ void Connection::breakOff(const std::string& why) {
   }
 }
 
+const void* Connection::Incoming::outdatedOrigin() {
+  if (!hasAgain) {
+    return nullptr;
+  }
+  hasAgain = false;
+  for (const auto& [key, announcement] : announced) {
+    if (announcement.isOutdated()) {
+      hasAgain = true;
+      return announcement.origin;
+    }
+    hasAgain |= announcement.again != nullptr;
+  }
+  return nullptr;
+}
+
 std::vector<Receiving::Entry>::iterator Connection::Incoming::next() {
   return isOldestsTurn ? waiting.begin() : std::ranges::min_element(waiting, {}, [](Receiving::Entry receiving) {
     return receiving->parts.size() - receiving->begun;

@@ -159,6 +159,7 @@ class Connection {
     bool isOwing = false; // in Connections::owing
     uint64_t lacked = 0; // the result of lacking() when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
+    bool hasAgain = false; // something has been announced again that had not failed; Retries looks at it
 
     uint64_t inFlightBytes = 0;
     size_t inFlightPieces = 0;
@@ -171,6 +172,9 @@ class Connection {
       const uint64_t first = received.firstMissing();
       return first < received.next() && !announced.contains(first) ? first : 0;
     }
+
+    // This side's end of an endpoint that the peer has given up, if a receive still waits for it; else null.
+    const void* outdatedOrigin();
 
     // The message whose part is received next: by turns the oldest message, and the message with the fewest parts left.
     // So small messages pass large ones, and large messages still end one after another.
@@ -202,6 +206,7 @@ class Connection {
   unsigned failures = 0; // endpoints in a row that have failed, and over which nothing has come
   unsigned roundsToResume = 0; // until another endpoint is made
   unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
+  unsigned roundsOutdated = 0; // and in which it has waited for an endpoint that the peer has given up
 
   // The number of a frame that the peer may have to send again, because an endpoint of this worker has failed. 0: none.
   uint64_t lacking() const {
@@ -209,7 +214,7 @@ class Connection {
   }
   // Whether Retries has something to do for it.
   bool mustRetry() const {
-    return state() == State::kResuming || !incoming.stalled.empty() || lacking() != 0;
+    return state() == State::kResuming || !incoming.stalled.empty() || incoming.hasAgain || lacking() != 0;
   }
 
   // Whether a message to or from the peer waits for a device, whose work no event ends.

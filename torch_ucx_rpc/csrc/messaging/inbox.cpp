@@ -99,6 +99,9 @@ Announcement* Inbox::announce(Connection& from, const wire::Header& header, void
   } else {
     // The earlier one is tried first: this one may be a replay.
     receiver_.releaseHandle(std::exchange(announcement.again, rendezvous));
+    announcement.originOfAgain = transport_.originOf(rendezvous);
+    incoming.hasAgain = true;
+    connections_.makeReady(from); // Messenger has Retries look at it
   }
   return nullptr;
 }

@@ -275,6 +275,7 @@ void Receiver::receivePart(Connection& connection, Entry receiving) {
   const Part part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   part.announcement->isBeingReceived = true;
+  part.announcement->origin = transport_.originOf(part.announcement->rendezvous);
   ++receiving->unfinished;
   ++connection.incoming.inFlightPieces;
   connection.incoming.inFlightBytes += bytes;

@@ -25,6 +25,14 @@ struct Announcement {
   void* rendezvous; // the transport's handle; null while the transport receives it, and until it is announced again
   void* again = nullptr; // a later announcement; used if `rendezvous` fails
   bool isBeingReceived = false;
+  // Transport::originOf() of the one that is being received, and of `again`.
+  const void* origin = nullptr;
+  const void* originOfAgain = nullptr;
+
+  // The peer has replaced the endpoint over which it is being received, and sends nothing over the old one any more.
+  bool isOutdated() const {
+    return isBeingReceived && again != nullptr && originOfAgain != origin;
+  }
 };
 
 // A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory, and

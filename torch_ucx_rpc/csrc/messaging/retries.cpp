@@ -71,7 +71,16 @@ bool Retries::resume(Connection& connection) {
     outbox_.acknowledge(connection, true);
   }
   connection.roundsStalled = isStalled ? connection.roundsStalled : 0;
-  return isStalled || connection.state() == Connection::State::kResuming;
+  const void* const outdated = connection.incoming.outdatedOrigin();
+  connection.roundsOutdated = outdated != nullptr ? connection.roundsOutdated + 1 : 0;
+  if (connection.roundsOutdated == kRoundsToAsk) {
+    connection.roundsOutdated = 0;
+    if (!transport_.closeOrigin(outdated)) {
+      connection.outgoing.whyBroken = "the peer has replaced its end of it";
+      connections_.makeReady(connection);
+    }
+  }
+  return isStalled || connection.incoming.hasAgain || connection.state() == Connection::State::kResuming;
 }
 
 } // namespace torch_ucx_rpc

@@ -149,6 +149,26 @@ void UcpEndpoints::closeHandle(UcpEndpoint& endpoint) {
   }
 }
 
+bool UcpEndpoints::closeInternal(ucp_ep_h handle) {
+  const auto own = std::ranges::find_if(
+      endpoints_, [&](const std::unique_ptr<UcpEndpoint>& endpoint) { return endpoint->handle == handle; });
+  if (own != endpoints_.end()) {
+    return (*own)->isDead(); // then it is being closed
+  }
+  closing_.reserve(closing_.size() + 1);
+  ucp_request_param_t param{};
+  ucs_status_ptr_t request = ucp_ep_flush_nbx(handle, &param); // see closeWhenDrained()
+  if (request == nullptr) {
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    request = ucp_ep_close_nbx(handle, &param);
+  }
+  if (UCS_PTR_IS_PTR(request)) {
+    closing_.push_back(request);
+  }
+  return true;
+}
+
 void UcpEndpoints::progress() {
   closeReported();
   closeDrained();

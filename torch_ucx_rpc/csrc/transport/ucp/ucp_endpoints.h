@@ -70,6 +70,9 @@ class UcpEndpoints {
 
   // Gives up one endpoint.
   void abandon(EndpointId endpoint);
+  // Closes an endpoint that UCX has made for messages of a peer, unless bytes wait there. Something is being received
+  // over it, so UCX has it still. False: connect() has made it.
+  bool closeInternal(ucp_ep_h handle);
 
   // Closing the worker calls the following, in this order. abandonAll() begins to flush all endpoints. While that goes
   // on, isDraining() holds.

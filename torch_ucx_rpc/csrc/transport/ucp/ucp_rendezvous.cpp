@@ -5,8 +5,8 @@
 
 namespace torch_ucx_rpc {
 
-UcpRendezvous* UcpRendezvousList::add(void* descriptor) noexcept {
-  auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor};
+UcpRendezvous* UcpRendezvousList::add(void* descriptor, const void* origin) noexcept {
+  auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor, origin};
   if (rendezvous != nullptr) {
     all_.push(rendezvous);
   }

@@ -13,6 +13,7 @@ namespace torch_ucx_rpc {
 // handle of a message that it failed to store.
 struct UcpRendezvous {
   void* descriptor; // null if UCX has it back
+  const void* origin; // UCX's endpoint for it
   UcpRendezvous* before = nullptr; // in UcpRendezvousList
   UcpRendezvous* after = nullptr;
 };
@@ -21,7 +22,7 @@ struct UcpRendezvous {
 class UcpRendezvousList {
  public:
   // Adds a message, in UCX's callback. Returns null if memory runs out.
-  UcpRendezvous* add(void* descriptor) noexcept;
+  UcpRendezvous* add(void* descriptor, const void* origin) noexcept;
   // Takes out a rendezvous that is to be received. The caller owns its descriptor, which is null if UCX has it back.
   std::unique_ptr<UcpRendezvous> take(void* handle) noexcept;
   // Gives up a rendezvous that will not be received.

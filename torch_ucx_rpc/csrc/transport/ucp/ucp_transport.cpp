@@ -95,6 +95,8 @@ class UcpTransport final : public Transport {
     return deviceMemory_.refusal();
   }
   void release(void* rendezvous) override;
+  const void* originOf(void* rendezvous) const override;
+  bool closeOrigin(const void* origin) override;
   unsigned progress() override;
   bool arm() override;
   size_t operationsInFlight() const override {
@@ -124,7 +126,8 @@ class UcpTransport final : public Transport {
       void* data,
       size_t bytes,
       const ucp_am_recv_param_t* param) noexcept;
-  ucs_status_t onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
+  ucs_status_t onRendezvous(
+      std::span<const std::byte> header, void* descriptor, size_t bytes, const void* origin) noexcept;
 
   void noteLoss() noexcept;
   unsigned tell();
@@ -254,7 +257,8 @@ void UcpTransport::send(
   param.cb.send = &UcpOperations::onSendDone;
   param.user_data = operation;
   // The agent decides which protocol suits, once for all lanes: UCX's own threshold differs from lane to lane.
-  param.flags = mode == SendMode::kEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
+  param.flags =
+      mode == SendMode::kEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV | UCP_AM_SEND_FLAG_REPLY; // originOf()
   param.memory_type = memoryTypeOf(memory);
   operations_.onSubmitted(
       operation,
@@ -286,6 +290,15 @@ void UcpTransport::release(void* handle) {
   rendezvous_.release(worker_, handle);
 }
 
+const void* UcpTransport::originOf(void* handle) const {
+  return static_cast<const UcpRendezvous*>(handle)->origin;
+}
+
+bool UcpTransport::closeOrigin(const void* origin) {
+  const UcxLog::Working working(log_);
+  return endpoints_.closeInternal(static_cast<ucp_ep_h>(const_cast<void*>(origin)));
+}
+
 ucs_status_t UcpTransport::onMessage(
     void* self,
     const void* header,
@@ -296,7 +309,8 @@ ucs_status_t UcpTransport::onMessage(
   auto* transport = static_cast<UcpTransport*>(self);
   const std::span<const std::byte> headerSpan(static_cast<const std::byte*>(header), headerBytes);
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-    return transport->onRendezvous(headerSpan, data, bytes);
+    const bool isKnown = (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) != 0;
+    return transport->onRendezvous(headerSpan, data, bytes, isKnown ? param->reply_ep : nullptr);
   }
   try {
     transport->listener_->onEager(headerSpan, {static_cast<const std::byte*>(data), bytes});
@@ -306,8 +320,9 @@ ucs_status_t UcpTransport::onMessage(
   return UCS_OK;
 }
 
-ucs_status_t UcpTransport::onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
-  UcpRendezvous* const rendezvous = rendezvous_.add(descriptor);
+ucs_status_t UcpTransport::onRendezvous(
+    std::span<const std::byte> header, void* descriptor, size_t bytes, const void* origin) noexcept {
+  UcpRendezvous* const rendezvous = rendezvous_.add(descriptor, origin);
   if (rendezvous == nullptr) {
     return UCS_ERR_NO_MEMORY; // UCX takes its descriptor back, and the sender's operation ends with this status
   }
