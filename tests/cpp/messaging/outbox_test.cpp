@@ -370,13 +370,14 @@ TEST_F(OutboxTest, RequestThatWaitsToBeAdmittedCanBeGivenUp) {
   EXPECT_EQ(outbox_.underWay(), 2u);
 }
 
-TEST_F(OutboxTest, AnswerIsNotGivenUpWithACall) {
-  for (uint64_t call = 0; call <= kMost; ++call) {
-    sendLarge(Kind::kResponse, call);
+TEST_F(OutboxTest, AnswersAndPutsAreNotGivenUpWithACall) {
+  for (const Kind kind : {Kind::kResponse, Kind::kPut}) {
+    for (uint64_t call = 0; call <= kMost; ++call) {
+      sendLarge(kind, call);
+    }
+    EXPECT_FALSE(outbox_.cancel(peer_, kMost));
   }
-  EXPECT_FALSE(outbox_.cancel(peer_, kMost));
-  finish();
-  EXPECT_EQ(transport_.sent.back().header.callId, kMost);
+  EXPECT_EQ(outbox_.underWay(), 2 * (kMost + 1));
 }
 
 TEST_F(OutboxTest, PeerThatIsAskedToAdmitUsGetsNothingElseUntilItHas) {

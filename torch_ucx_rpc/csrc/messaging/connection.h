@@ -25,8 +25,8 @@ namespace torch_ucx_rpc {
 
 // The messages of one queue that the transport has not finished.
 struct OutgoingLoad {
-  // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while the
-  // peer does not read, because it is stopped for instance. It never gives up a message in that queue, not even one
+  // The most eager bytes for one peer, of requests, answers and puts each. UCX queues them in memory of its own while
+  // the peer does not read, because it is stopped for instance. It never gives up a message in that queue, not even one
   // whose call has timed out.
   static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
   // The bytes that a message costs the transport beside its body.
@@ -111,14 +111,15 @@ class Connection {
   // To be called when the endpoint has failed or is given up, and mayResume() is true.
   void breakOff(const std::string& why);
 
-  // A queue has answers, or requests and puts, that leave in one way. Small messages do not wait behind large ones, nor
-  // answers behind requests. Control frames are few and small, and never wait: they have no queue.
-  static constexpr size_t kQueues = 4;
+  // A queue has messages of one kind that leave in one way. Small messages do not wait behind large ones, nor answers
+  // behind requests. Control frames are few and small, and never wait: they have no queue.
+  static constexpr size_t kQueues = 6;
   static size_t queueOf(const OutgoingMessage& message) {
     return queueOf(message.header.kind, message.rendezvousParts() == 0);
   }
   static size_t queueOf(wire::Kind kind, bool isEager) {
-    return (kind == wire::Kind::kResponse ? 2 : 0) + (isEager ? 1 : 0);
+    const size_t first = kind == wire::Kind::kRequest ? 0 : kind == wire::Kind::kResponse ? 2 : 4;
+    return first + (isEager ? 1 : 0);
   }
 
   // A way to the peer. Its loads stay where they are, since messages point to them.

@@ -21,9 +21,9 @@ namespace torch_ucx_rpc {
 // - Until a device has computed its tensors, because UCX reads memory without regard to streams.
 // - Until another endpoint takes the place of one that has failed (Connection::State::kResuming). Messages that have
 //   left over the first one are kept, and leave again unless the peer has them.
-// - For its turn. Of the parts that travel by rendezvous, only PushShare::parts() are under way to a peer, of requests
-//   and of answers each. Messages leave in the order of their calls. Answers do not wait for requests, nor messages to
-//   one peer for those to another. A message that waits costs next to nothing, and can be canceled.
+// - For its turn. Of the parts that travel by rendezvous, only PushShare::parts() are under way to a peer, of
+//   requests, answers and puts each. Messages leave in the order of their calls. Answers do not wait for requests, nor
+//   messages to one peer for those to another. A message that waits costs next to nothing, and can be canceled.
 class Outbox {
  public:
   Outbox(

@@ -141,9 +141,9 @@ class Transport {
   // announcements with different ends tell that the peer has replaced its endpoint.
   virtual const void* originOf(void* rendezvous) const = 0;
 
-  // Closes the origin of a rendezvous that is being received. The receive ends with an error, in this call or in a later
-  // progress(), unless bytes to the peer wait there: then the caller tries again later. Does nothing, and returns false,
-  // if the origin is an endpoint that connect() has made: abandon() closes that one.
+  // Closes the origin of a rendezvous that is being received. The receive ends with an error, now or in a later
+  // progress(), unless bytes to the peer wait there: then the caller tries again later. Returns false, and does
+  // nothing, if the origin is an endpoint that connect() has made: abandon() closes that one.
   virtual bool closeOrigin(const void* origin) = 0;
 
   // Does all work that does not block, and returns how many steps that took. 0: there is nothing to do now.
