@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from tests.support.workers import Steps, eventually
+from tests.support.workers import Steps, agent, eventually
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.errors import EpochEnded
-from torch_ucx_rpc.reduction._messages import Opening, channel_of
+from torch_ucx_rpc.reduction._messages import Opening, channel_of, generation
 
 RunWorkers = Callable[..., list]
 
@@ -56,6 +56,38 @@ def miss_the_end_of_a_model(rank: int) -> None:
     assert office.epoch is not None
     office._enter(office.epoch._replace(number=office.epoch.number + 1))
     eventually(lambda: not sums.is_alive(), "the sums end")
+
+
+def test_gradients_for_a_missed_model_end_with_their_epoch(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, miss_a_model, Steps(tmp_path))
+
+
+def miss_a_model(rank: int, steps: Steps) -> None:
+    office = reduction.serve("worker0", trainers=1).office
+    assert office.epoch is not None
+    number = office.epoch.number
+    if rank == 1:
+        # The host was left out, and has no opening of this model.
+        gradients = Channel(channel_of("worker0/missed"), epoch=generation(number, 1))
+        gradients.put("worker0", "0/0", torch.ones(100_000))
+        steps.done("put")
+
+        def is_refused() -> bool:
+            try:
+                gradients.put("worker0", "0/1", torch.ones(100_000))
+            except EpochEnded:
+                return True
+            return False
+
+        eventually(is_refused, "the host drops them, and says so")
+        steps.done("refused")
+    else:
+        steps.wait_for("put")
+        office._end_steps(number + 1)
+        steps.wait_for("refused")
+        if office.life.tells_ends:  # on UCX
+            eventually(lambda: agent().get_metrics()["pool.in_use_bytes"] == "0", "nothing is left")
+    steps.meet("over", rank, 2)
 
 
 def test_gradients_after_the_end_of_a_model_are_dropped(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

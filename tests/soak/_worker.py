@@ -195,7 +195,13 @@ def _what_is_left() -> dict[str, int]:
         # The collection held the GIL. Let messages between members pass.
         time.sleep(0.05)
         metrics = agent().get_metrics()
-        names = ("pool.in_use_bytes", "window.in_use_bytes", "window.waiting_messages", "agent.server_active_calls")
+        names = (
+            "pool.in_use_bytes",
+            "window.in_use_bytes",
+            "window.waiting_messages",
+            "agent.server_active_calls",
+            "channel.values_untaken_bytes",
+        )
         return {
             **{name: int(metrics[name]) for name in names},
             "autograd contexts": int(dist_autograd._get_debug_info()["num_autograd_contexts"]),

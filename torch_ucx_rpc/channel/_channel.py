@@ -177,6 +177,14 @@ class Channel:
 slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else rpc_slots())
 
 
+def advance_all(prefix: str, epoch: int) -> None:
+    """Drop the values of earlier epochs of all groups with names that begin so, and end waits for them.
+
+    That holds for groups, too, of which this process learns later, or never.
+    """
+    slots().advance_all(prefix, epoch)
+
+
 def _check_worker(argument: str, value: object) -> None:
     check_type(argument, str, "the name of a worker (str)", value)
 

@@ -45,6 +45,8 @@ class RpcSlots:
         self._changed = threading.Condition()
         # The condition guards these:
         self._epochs: dict[str, int] = {}
+        # Earliest epochs, by the beginnings of groups' names.
+        self._floors: dict[str, int] = {}
         # Last epochs of closed groups. A value of these is refused, since its sender's call would never end.
         self._closed: dict[str, int] = {}
         self._values: dict[str, dict[Key, deque[_Value]]] = {}
@@ -61,6 +63,20 @@ class RpcSlots:
             dropped = [values.pop(key) for key in list(values) if key[0] < epoch]
             self._changed.notify_all()
         for value in (value for queue in dropped for value in queue):
+            value.taken.set_result(_where(group, epoch, self._name))
+
+    def advance_all(self, prefix: str, epoch: int) -> None:
+        with self._changed:
+            self._floors[prefix] = epoch
+            groups = [group for group in {*self._epochs, *self._values} if group.startswith(prefix)]
+            dropped: list[tuple[str, deque[_Value]]] = []
+            for group in groups:
+                if group in self._epochs:
+                    self._epochs[group] = max(self._epochs[group], epoch)
+                values = self._values.get(group, {})
+                dropped += [(group, values.pop(key)) for key in list(values) if key[0] < epoch]
+            self._changed.notify_all()
+        for group, value in ((group, value) for group, queue in dropped for value in queue):
             value.taken.set_result(_where(group, epoch, self._name))
 
     def close(self, group: str) -> None:
@@ -114,7 +130,8 @@ class RpcSlots:
 
     def arrive(self, group: str, key: Key, value: _Value) -> None:
         with self._changed:
-            now, closed = self._epochs.get(group, 0), self._closed.get(group, -1)
+            floors = [floor for prefix, floor in self._floors.items() if group.startswith(prefix)]
+            now, closed = max(self._epochs.get(group, 0), *floors, 0), self._closed.get(group, -1)
             if key[0] >= now and key[0] > closed:
                 self._values.setdefault(group, {}).setdefault(key, deque()).append(value)
                 self._changed.notify_all()

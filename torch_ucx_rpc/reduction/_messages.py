@@ -13,9 +13,13 @@ NEVER = -1
 _ATTEMPTS = 20
 
 
+# The names of all channels of models begin so.
+CHANNELS = "reduction/"
+
+
 def channel_of(key: str) -> str:
     """The channel that carries the gradients and means of a model."""
-    return f"reduction/{key}"
+    return f"{CHANNELS}{key}"
 
 
 def server_of(key: str) -> str:

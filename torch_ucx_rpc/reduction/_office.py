@@ -24,9 +24,10 @@ from torch.futures import Future
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.channel._channel import advance_all
 from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._host import Fill, Host
-from torch_ucx_rpc.reduction._messages import NEVER, Knowledge, Opening, Report, Spec, channel_of, generation
+from torch_ucx_rpc.reduction._messages import CHANNELS, NEVER, Knowledge, Opening, Report, Spec, channel_of, generation
 
 _logger = logging.getLogger(__name__)
 
@@ -128,10 +129,12 @@ class Office:
             self._later(delay, self.keep_in)
 
     def _end_steps(self, number: int) -> None:
-        """End the waits of earlier epochs: a model may have ended while this worker was left out."""
-        for key in self._openings:
-            with contextlib.suppress(RuntimeError):  # RPC has been shut down
-                Channel(channel_of(key), epoch=generation(number, 0))
+        """End the waits of earlier epochs, and drop values for them.
+
+        This worker may have been left out, and have missed the openings or the end of a model.
+        """
+        with contextlib.suppress(RuntimeError):  # RPC has been shut down
+            advance_all(CHANNELS, generation(number, 0))
         self._openings.clear()
 
     def _number(self) -> int:

@@ -294,6 +294,23 @@ TEST_F(ChannelTest, ValuesOfALaterEpochWait) {
   EXPECT_EQ(take(1, 0, "large", 5).size(), 1u);
 }
 
+TEST_F(ChannelTest, EarlierEpochsOfAllGroupsEndTogether) {
+  startInEpoch(2);
+  const auto putTo = [&](const std::string& group, uint64_t epoch) {
+    channel(0).advance(group, epoch);
+    const Channel::Value value{{at::ones({kMiB}, at::kByte)}, /*isSingle=*/true};
+    channel(0).wait(channel(0).put(peer(0, 1), {group, epoch, "x"}, value, kPatienceMs));
+  };
+  putTo("group", 4);
+  putTo("other", 4);
+  EXPECT_EQ(channel(1).counts().untakenBytes, 2 * kMiB);
+  channel(1).advanceAll("gr", 5);
+  EXPECT_EQ(channel(1).counts().untakenBytes, kMiB) << "of the other group";
+  putTo("grown", 4);
+  putTo("group", 5);
+  EXPECT_EQ(channel(1).counts().untakenBytes, 2 * kMiB) << "a late value is dropped";
+}
+
 TEST_F(ChannelTest, ValueThatComesAfterATimeoutWaitsForTheNextOne) {
   startInEpoch(2);
   const at::Tensor first = at::zeros({kMiB});

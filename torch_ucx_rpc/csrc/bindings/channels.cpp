@@ -119,6 +119,14 @@ void bindChannels(py::module_& module) {
           py::arg("epoch"),
           NoGil())
       .def(
+          "advance_all",
+          [](const ChannelOfAgent& self, const std::string& prefix, uint64_t epoch) {
+            self.agent()->channel().advanceAll(prefix, epoch);
+          },
+          py::arg("prefix"),
+          py::arg("epoch"),
+          NoGil())
+      .def(
           "close",
           [](const ChannelOfAgent& self, const std::string& group) { self.agent()->channel().close(group); },
           py::arg("group"),

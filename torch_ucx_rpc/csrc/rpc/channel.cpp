@@ -58,6 +58,22 @@ void Channel::advance(const std::string& name, uint64_t epoch) {
   carryOut(after);
 }
 
+void Channel::advanceAll(const std::string& prefix, uint64_t epoch) {
+  Aftermath after;
+  {
+    const std::lock_guard lock(mutex_);
+    floors_[prefix] = epoch;
+    for (auto& [name, group] : groups_) {
+      if (name.starts_with(prefix)) {
+        group.epoch = std::max(group.epoch, epoch);
+        endEpochsLocked(name, group, epoch, epochEnded(self_.name, name, epoch), after);
+      }
+    }
+    std::erase_if(groups_, [](const auto& entry) { return !entry.second.isOpen && entry.second.slots.empty(); });
+  }
+  carryOut(after);
+}
+
 void Channel::close(const std::string& name) {
   Aftermath after;
   {

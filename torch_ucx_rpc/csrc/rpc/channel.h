@@ -68,6 +68,9 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Goes to an epoch: drops values of earlier ones, and ends waits for them with kEpochEnded. Throws
   // std::invalid_argument if the group is in a later epoch.
   void advance(const std::string& group, uint64_t epoch);
+  // Drops the values of earlier epochs of all groups whose names begin with `prefix`, and ends waits for them. That
+  // holds for groups, too, of which this worker learns later, or never.
+  void advanceAll(const std::string& prefix, uint64_t epoch);
   // Forgets a group and its values. Waits for its values end with kEpochEnded.
   void close(const std::string& group);
 
@@ -149,7 +152,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   RpcFailure shutDownFailure() const;
   RpcFailure epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const;
 
-  // The epoch that the group is in, if it is later than the value's.
+  // The epoch that the group is in at least, if it is later than the value's.
   std::optional<uint64_t> laterEpochLocked(const wire::PutName& name) const;
   // The slot of a value, made if need be.
   Slot& slotLocked(const Peer& from, const Name& name);
@@ -185,6 +188,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   std::condition_variable changed_;
   // Guarded by mutex_:
   std::unordered_map<std::string, Group> groups_;
+  std::map<std::string, uint64_t> floors_; // earliest epochs, by the beginnings of groups' names
   std::unordered_map<const Peer*, Account> accounts_;
   std::map<Number, ArrivalPtr> underWay_; // values that are held or being received
   std::list<ArrivalPtr> held_; // in the order of their arrival

@@ -174,8 +174,11 @@ void Channel::onPeerGone(Peer& peer) {
 
 std::optional<uint64_t> Channel::laterEpochLocked(const wire::PutName& name) const {
   const auto group = groups_.find(std::string(name.group));
-  const bool isLater = group != groups_.end() && group->second.isOpen && group->second.epoch > name.epoch;
-  return isLater ? std::optional(group->second.epoch) : std::nullopt;
+  uint64_t epoch = group != groups_.end() && group->second.isOpen ? group->second.epoch : 0;
+  for (const auto& [prefix, floor] : floors_) {
+    epoch = name.group.starts_with(prefix) ? std::max(epoch, floor) : epoch;
+  }
+  return epoch > name.epoch ? std::optional(epoch) : std::nullopt;
 }
 
 Channel::Slot& Channel::slotLocked(const Peer& from, const Name& name) {
