@@ -331,7 +331,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         present = self._values["device_maps"].get(to, {})
         for local, remote in added.items():
             if present.get(local, remote) != remote:
-                # Programs and tests may look for the beginning, which TensorPipeRpcBackendOptions has too.
+                # Programs and tests may look for the first words, which TensorPipeRpcBackendOptions uses too.
                 raise ValueError(
                     f"`set_device_map` only supports 1-to-1 mapping: for {to!r} it has mapped {local} to "
                     f"{present[local]} and cannot map it to {remote} too"

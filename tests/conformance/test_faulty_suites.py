@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
 from ._faulty_fixtures import FAULTY_FIXTURES
 
-# The suites have their own limit. At it they end a hanging test, and print its stacks.
+# The suites have their own time limit. After it they end a hanging test, and print its stacks.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]
 
 for _backend, _fixture in FAULTY_FIXTURES.items():

@@ -1,6 +1,6 @@
 """CUDA tensors on a real GPU: streams, device maps, memory, and PyTorch's parts on top of RPC.
 
-Without a GPU, tests/cpp/device_*_test.cpp test the same rules. Their device runs its streams on the test's order.
+Without a GPU, tests/cpp/device_*_test.cpp test the same rules. Their device runs its streams when the test says so.
 """
 
 from __future__ import annotations

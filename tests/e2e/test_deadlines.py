@@ -193,7 +193,7 @@ def test_calls_that_time_out_leave_nothing_behind() -> None:
     before = allocated()
     for _ in range(3):
         time_out(400)
-    # UCX keeps the memory of its busiest moment, which may still grow. These calls have sent 120 MiB.
+    # UCX keeps the most memory that it has ever used, and may still use more. These calls have sent 120 MiB.
     # benchmarks/deadlines.py measures what 100,000 calls leave.
     for now, then in zip(allocated(), before, strict=True):
         assert now - then < 16

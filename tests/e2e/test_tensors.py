@@ -246,7 +246,7 @@ def test_only_the_elements_of_a_view_travel() -> None:
         assert bytes_sent(view) < 64 << 10
     # Two views of the same part of one storage share bytes, which need not travel twice.
     assert bytes_sent(huge, huge.view(4096, 4096)) < nbytes + 4096
-    # Overlapping views of different dtypes, at no whole number of elements from each other.
+    # Overlapping views of different dtypes, whose distance is not a whole number of elements.
     octets = huge.view(torch.uint8)
     assert bytes_sent(octets[-15:-7], octets[-12:].view(torch.int32)) < 4096
 
@@ -293,7 +293,7 @@ def test_thousands_of_tensors_travel_in_one_call() -> None:
 
 @in_worker0(of=2)
 def test_many_small_tensors_arrive_exactly() -> None:
-    # These are more than fit into the body, and more than the number of spans.
+    # More small tensors than the body has room for, and more above 32 KiB than may have their own spans.
     sizes = [2000] * 1000 + [9000] * 600 + [1, 0, 300_000]
     tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
     for expected, actual in zip(tensors, reversed(rpc.rpc_sync("worker1", backwards, args=(tensors,))), strict=True):

@@ -123,7 +123,7 @@ def test_a_checkpoint_stays_where_the_former_cannot_be_removed(tmp_path, monkeyp
 
 
 def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
-    """Let rank 1 save 2, or load the present 1. While it does, rank 0 saves 3."""
+    """Let rank 1 save the value 2, or load the present value 1. While it does, rank 0 saves 3."""
     if rank == 0:
         steps.wait_for("in the middle")
         second = threading.Thread(target=checkpoint.save, args=({"x": torch.tensor(3.0)}, folder))

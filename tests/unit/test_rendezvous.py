@@ -281,7 +281,7 @@ def test_a_slow_store_is_awaited(port: int, monkeypatch: pytest.MonkeyPatch) -> 
         store = create_store(f"tcp://127.0.0.1:{slow.port}", 1, 2, 10)
         served.set("key", "value")
         assert store.get("key") == b"value"
-        # One connection is of `await_listener`, the other of the client.
+        # `await_listener` made one connection, and the client the other.
         assert slow.accepted == 2
 
 

@@ -58,7 +58,7 @@ class MemberList:
         while True:
             self._position = self._store.add(_ARRIVALS, 1) - 1
             place = _place(self._position)
-            # Unless another worker has closed it.
+            # Another worker may have closed the place: then try the next one.
             if self._store.compare_set(place, "", entry).decode() == entry:
                 return place
 
@@ -115,7 +115,7 @@ class MemberList:
         if self._store.check([_COMPACTED]):
             entry = read_entry(self._store.get(_COMPACTED), self._secret)
             before, remaining = entry.values.get("before"), entry.values.get("remaining")
-            # Any other entry was not written by this job. Then all places are read, which is right too.
+            # An entry of another form is not from this job. This worker then reads all places, which is right too.
             if not entry.doubt and isinstance(before, int) and 0 <= before <= _MOST_ARRIVALS:
                 wanted = range(before)
                 if isinstance(remaining, list) and all(isinstance(one, int) and one in wanted for one in remaining):

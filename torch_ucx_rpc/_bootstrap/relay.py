@@ -44,7 +44,7 @@ _BACKLOG = 2 * FAN_OUT
 
 
 def above(rank: int) -> int:
-    """Return the rank from which this one, not 0, takes the records."""
+    """Return the rank from which ``rank``, which is above 0, takes the records."""
     return (rank - 1) // FAN_OUT
 
 

@@ -111,7 +111,7 @@ def _package(report: Report) -> None:
         python=f"{platform.python_version()} ({sys.executable})",
     )
     if isinstance(failure, ImportError) and failure.name == "torch_ucx_rpc":
-        # Problem and cure in one sentence, between them the first colon that is in no parentheses.
+        # The text is "problem: cure". The first colon outside parentheses separates them.
         sentence = re.fullmatch(r"((?:\([^)]*\)|[^(:]|:(?! ))*): (.*)", str(failure), re.DOTALL)
         problem, cure = sentence.groups() if sentence else (str(failure), "do what that text says")
         report.complain(problem, cure, is_fatal=True)

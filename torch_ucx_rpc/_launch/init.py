@@ -54,8 +54,8 @@ def init_rpc(
         world_size (int): number of workers; 0 for a group that workers join and leave.
         rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc``.
 
-    Raises JoinFailed if rank, size or meeting place is unknown; ValueError for variables that cannot be true; and the
-    errors of ``torch.distributed.rpc.init_rpc``.
+    Raises JoinFailed if rank, size or meeting place is unknown; ValueError for impossible or contradictory
+    environment variables; and the errors of ``torch.distributed.rpc.init_rpc``.
 
     Example::
 

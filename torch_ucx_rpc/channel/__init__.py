@@ -15,7 +15,7 @@ Example::
     >>> channel.take("w0", "step 7")            # on w1
     tensor([...])
 
-Epochs fence: a worker that has advanced to epoch 4 drops the values of epoch 3, and their senders get `EpochEnded`.
+A worker that has advanced to epoch 4 drops the values of epoch 3, and their senders get `EpochEnded`.
 Values of a later epoch wait until the receiver gets there.
 
 How the package is laid out:

@@ -73,7 +73,7 @@ class Host:
     # ------------------------------------------------------------------------------------------- for other threads
 
     def cut(self, cut: Cut) -> None:
-        """End this epoch at a message. A later call may lower the number."""
+        """End this epoch at a numbered message. A later call may lower the number."""
         with self._lock:
             if cut.epoch > self.exchange.epoch and (self._cut is None or cut.at < self._cut.at):
                 self._cut = cut

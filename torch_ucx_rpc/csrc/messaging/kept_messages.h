@@ -29,7 +29,7 @@ class KeptMessages {
     return nextNumber_;
   }
 
-  // In the order of their numbers.
+  // The messages in the order of their numbers.
   const Messages& all() const {
     return messages_;
   }

@@ -113,8 +113,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     repair_.request();
   }
 
-  // Closes the transport. Messages that were sent last have up to `flushLimitMs` to leave. The events of the end still
-  // reach the handlers.
+  // Closes the transport. Messages that were sent last have up to `flushLimitMs` to leave. The handlers still
+  // get the events that closing causes.
   void close(int64_t flushLimitMs);
 
   // For reports.

@@ -68,7 +68,7 @@ class Receiver : private ReceivingParts {
     std::vector<c10::DataPtr> into = {}; // memory that is given for spans, by their index
   };
 
-  // Whether a message of this many more bytes must wait. Tests pass the time.
+  // Whether a message of this many more bytes must wait. `now` is an argument for tests.
   bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const {
     return isBusy(&Receiving::bytes, more, kReceivingBytes, now);
   }
@@ -76,7 +76,7 @@ class Receiver : private ReceivingParts {
     return isBusy(&Receiving::deviceBytes, more, kReceivingDeviceBytes, now);
   }
 
-  // The bytes of a message that will be received into memory of devices. None if its body does not say yet.
+  // The bytes of a message that will be received into memory of devices. 0 while its body has not arrived.
   uint64_t deviceBytesOf(const wire::Assembled& assembled) const;
 
   // Makes the connection ready, and startDeferred() then gets memory for the message and receives it.

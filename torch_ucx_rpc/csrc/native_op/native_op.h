@@ -37,8 +37,8 @@ struct NativeCode {
 
 struct NativeCompiler {
   // Makes the code for tensor arguments of these types, in the order of the schema. Throws the error that the caller of
-  // the operator should see. Called once for each such list, or once by each of several threads that need it first. The
-  // code must stay.
+  // the operator should see. Called once for each such list; threads that need a list at the same time may each
+  // call it. The code must stay valid.
   std::function<NativeCode(const std::vector<TensorType>&)> compile;
   // Says why the code failed with these arguments.
   std::function<std::string(const std::vector<c10::IValue>&)> explain;

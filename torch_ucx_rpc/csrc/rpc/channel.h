@@ -152,7 +152,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   RpcFailure shutDownFailure() const;
   RpcFailure epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const;
 
-  // The epoch that the group is in at least, if it is later than the value's.
+  // Returns the earliest epoch that the group can be in, if that is later than the value's.
   std::optional<uint64_t> laterEpochLocked(const wire::PutName& name) const;
   // The slot of a value, made if need be.
   Slot& slotLocked(const Peer& from, const Name& name);

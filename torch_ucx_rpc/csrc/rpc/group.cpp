@@ -80,7 +80,7 @@ void Group::onSizeChange() {
 void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
-      // It may be leaving, and wait for an acknowledgment from this worker, which gets nothing from it any more.
+      // The peer may be leaving, and wait for an acknowledgment. This worker gets nothing from the peer any more.
       messenger_.postControl(*peer, goodbyeToLost());
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});

@@ -66,7 +66,8 @@ class Spinning {
     absences_[static_cast<int>(role)].add(time <= kShortAbsence);
   }
 
-  // One wait: from the first look that found nothing to the one that finds the awaited event. Tests pass the time.
+  // One wait: from the first look that found nothing to the one that finds the awaited event. `now` is an
+  // argument for tests.
   class Wait {
    public:
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}

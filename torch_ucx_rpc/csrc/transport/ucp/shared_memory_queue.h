@@ -67,7 +67,7 @@ class SharedMemoryQueue {
   uint8_t markAt(Position position) const;
 
   std::string object_; // device and inode of the mapped memory
-  std::optional<int> segment_; // of System V, if it is one
+  std::optional<int> segment_; // id of the System V segment, if the memory is one
   Control* control_ = nullptr;
   std::byte* slots_ = nullptr;
   size_t count_ = 0; // a power of two

@@ -9,7 +9,7 @@
 
 namespace torch_ucx_rpc {
 
-// For an error UCX writes a line to its log, which is stdout, and returns a status as well: its log level "error" means
+// At an error UCX returns a status, and also writes a line to its log, which is stdout. Its log level "error" means
 // "error is returned to the user" (ucs/config/types.h). If a worker dies while another connects, such lines are
 // ordinary, and the transport reports the failure. So this class holds back the lines that UCX writes while it works
 // for a transport. A failure that the transport reports within a second before or after a line explains it: the lanes
