@@ -237,7 +237,7 @@ def table(result: Result) -> Iterator[str]:
             aim = "" if bound.aim is None else f"{relation} {bound.aim:g}"
             verdict = "" if bound.must is None else "holds" if figure.holds(ratio, bound.must) else "MISSED"
             against = _against(bound, names)
-            # The words are the title of a row: in the column of ratios they would make that column too wide.
+            # A second ratio has a row of its own, with `against` as its title: that is too wide for the column of ratios.
             head = f"{line} | {number(ratio)}{against}" if not shown else _row_of_ratio(against, names, ratio)
             yield f"{head} | {must} | {aim} | {verdict} |"
             shown = True

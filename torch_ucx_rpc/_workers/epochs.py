@@ -325,7 +325,7 @@ class Epochs:
         return until
 
     def _is_quorum(self, votes: set[Member], now: float) -> bool:
-        """Tell whether these are more than half of the members that are not dead, or on a tie the decider's side."""
+        """Tell whether ``votes`` are a quorum: more than half of the living members, or half with the decider."""
         members = self.epoch.members
         # All that could know of a later epoch have voted for this one.
         if all(one in votes or one in self._counted for one in members):

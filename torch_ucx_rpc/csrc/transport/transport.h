@@ -52,7 +52,7 @@ enum class RepairState : uint8_t {
   kWhole, // nothing is missing, or nothing can be missing because there is no shared memory
   kUndecided, // a message is missing, and its sender may still be writing it: scan and ask again in some milliseconds
   // A message is missing, and it is unknown whether its sender still writes it. This worker gets nothing more over
-  // shared memory until the sender marks it, or ends. Keep asking: the state returns to kWhole then.
+  // shared memory until the sender completes it, or ends. Keep asking: the state returns to kWhole then.
   kUnrepairable,
 };
 
