@@ -237,7 +237,7 @@ def table(result: Result) -> Iterator[str]:
             aim = "" if bound.aim is None else f"{relation} {bound.aim:g}"
             verdict = "" if bound.must is None else "holds" if figure.holds(ratio, bound.must) else "MISSED"
             against = _against(bound, names)
-            # A second ratio has a row of its own, with `against` as its title: that is too wide for the column of ratios.
+            # A further ratio has its own row with `against` as title, which is too wide for the column of ratios.
             head = f"{line} | {number(ratio)}{against}" if not shown else _row_of_ratio(against, names, ratio)
             yield f"{head} | {must} | {aim} | {verdict} |"
             shown = True
