@@ -41,7 +41,7 @@ class ReceiverTest : public testing::Test {
   wire::Piece rendezvous(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
     Connection& from = connections_.of(peer_);
     const uint64_t key = ~from.incoming.unnumbered++;
-    const Announcement announcement{&from, key, false, reinterpret_cast<void*>(number)};
+    const Announcement announcement{&from, key, reinterpret_cast<void*>(number), false};
     return {{}, &from.incoming.announced.emplace(key, announcement).first->second, bytes, offset};
   }
   static wire::Piece eager(const std::string& text) {

@@ -2,6 +2,8 @@
 
 #include "runtime/worker_mutex.h"
 
+#include <utility>
+
 namespace torch_ucx_rpc {
 
 namespace {
@@ -53,17 +55,18 @@ void Connection::breakOff(const std::string& why) {
   }
 }
 
-const void* Connection::Incoming::outdatedOrigin() {
-  if (!hasAgain) {
+const void* Connection::Incoming::outdatedOrigin(const Transport& transport) {
+  if (!std::exchange(hasAgain, false)) {
     return nullptr;
   }
-  hasAgain = false;
   for (const auto& [key, announcement] : announced) {
-    if (announcement.isOutdated()) {
-      hasAgain = true;
+    if (announcement.again == nullptr) {
+      continue;
+    }
+    hasAgain = true;
+    if (announcement.isBeingReceived && transport.originOf(announcement.again) != announcement.origin) {
       return announcement.origin;
     }
-    hasAgain |= announcement.again != nullptr;
   }
   return nullptr;
 }

@@ -175,7 +175,7 @@ class Connection {
     }
 
     // This side's end of an endpoint that the peer has given up, if a receive still waits for it; else null.
-    const void* outdatedOrigin();
+    const void* outdatedOrigin(const Transport& transport);
 
     // The message whose part is received next: by turns the oldest message, and the message with the fewest parts left.
     // So small messages pass large ones, and large messages still end one after another.

@@ -87,7 +87,7 @@ Announcement* Inbox::announce(Connection& from, const wire::Header& header, void
   Connection::Incoming& incoming = from.incoming;
   const bool isNumbered = header.sequence != 0;
   const uint64_t key = isNumbered ? header.sequence : ~incoming.unnumbered++;
-  const auto [entry, isNew] = incoming.announced.try_emplace(key, Announcement{&from, key, isNumbered, rendezvous});
+  const auto [entry, isNew] = incoming.announced.try_emplace(key, Announcement{&from, key, rendezvous, isNumbered});
   Announcement& announcement = entry->second;
   if (isNew) {
     return &announcement;
@@ -99,7 +99,6 @@ Announcement* Inbox::announce(Connection& from, const wire::Header& header, void
   } else {
     // The earlier one is tried first: this one may be a replay.
     receiver_.releaseHandle(std::exchange(announcement.again, rendezvous));
-    announcement.originOfAgain = transport_.originOf(rendezvous);
     incoming.hasAgain = true;
     connections_.makeReady(from); // Messenger has Retries look at it
   }

@@ -21,19 +21,15 @@ class Connection;
 struct Announcement {
   Connection* from;
   uint64_t key; // in the map
-  bool isNumbered;
   void* rendezvous; // the transport's handle; null while the transport receives it, and until it is announced again
-  void* again = nullptr; // a later announcement; used if `rendezvous` fails
+  bool isNumbered;
   bool isBeingReceived = false;
-  // Transport::originOf() of the one that is being received, and of `again`.
-  const void* origin = nullptr;
-  const void* originOfAgain = nullptr;
-
-  // The peer has replaced the endpoint over which it is being received, and sends nothing over the old one any more.
-  bool isOutdated() const {
-    return isBeingReceived && again != nullptr && originOfAgain != origin;
-  }
+  void* again = nullptr; // a later announcement; used if `rendezvous` fails
+  const void* origin = nullptr; // Transport::originOf() the rendezvous that is being received
 };
+// Each large message has one. Some more bytes would be in another size class of malloc, and cost a worker with large
+// answers tens of MiB of fragmented memory.
+static_assert(sizeof(Announcement) == 48);
 
 // A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory, and
 // earlier work on that memory is done. Then its pieces move from `assembled` to `parts`.

@@ -71,7 +71,7 @@ bool Retries::resume(Connection& connection) {
     outbox_.acknowledge(connection, true);
   }
   connection.roundsStalled = isStalled ? connection.roundsStalled : 0;
-  const void* const outdated = connection.incoming.outdatedOrigin();
+  const void* const outdated = connection.incoming.outdatedOrigin(transport_);
   connection.roundsOutdated = outdated != nullptr ? connection.roundsOutdated + 1 : 0;
   if (connection.roundsOutdated == kRoundsToAsk) {
     connection.roundsOutdated = 0;
