@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import workers
 from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
-from tests.support.workers import Steps, eventually
+from tests.support.workers import Steps, eventually, stopped
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc.channel import Channel
@@ -424,6 +424,48 @@ def stop_a_trainer(rank: int, steps: Steps) -> list[torch.Tensor] | None:
     steps.wait_for("over 1", "over 2")
     rpc.shutdown(graceful=False)
     return parameters_of(model)
+
+
+def test_newcomers_wait_for_a_stopped_trainer_with_a_state(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, begin_beside_a_stopped_trainer, Steps(tmp_path), (tmp_path / "store").as_uri(), init=False)
+
+
+def begin_beside_a_stopped_trainer(rank: int, steps: Steps, url: str) -> None:
+    enter(url, rank)
+    steps.meet("joined", rank, 3)
+    server = reduction.serve("worker0", trainers=1)
+    if rank == 0:
+        steps.wait_for("pushed")
+        with stopped(int((steps.directory / "pid").read_text())):
+            eventually(lambda: is_out(server, "worker1"), "it is left out", timeout=30)
+            steps.done("left out")
+            # Newcomers could begin within milliseconds.
+            time.sleep(1)
+            assert not steps.is_done("pushed by the newcomer")
+        steps.wait_for("over 1", "over 2", timeout=60)
+    elif rank == 1:
+        for _ in range(3):
+            reduction.push_pull(server, torch.ones(2))
+        (steps.directory / "pid").write_text(str(os.getpid()))
+        steps.done("pushed")
+        steps.wait_for("left out", timeout=60)
+        while not steps.is_done("pushed by the newcomer"):
+            reduction.push_pull(server, torch.ones(2))
+    else:
+        steps.wait_for("left out", timeout=60)
+        reduction.push_pull(server, torch.ones(2))
+        steps.done("pushed by the newcomer")
+        assert max(server.positions.values()) > 3, "it has taken the state"
+    if rank:
+        server.leave()
+        steps.done(f"over {rank}")
+    steps.wait_for("over 1", "over 2", timeout=60)
+    rpc.shutdown()
+
+
+def is_out(server: reduction.Server, name: str) -> bool:
+    epoch = server.office.epoch
+    return epoch is not None and all(one.name != name for one in epoch.members)
 
 
 # ----------------------------------------------------------------------------------------------------------------- cuts

@@ -357,3 +357,17 @@ def test_a_step_waits_for_a_silent_host_that_keeps_parameters() -> None:
     workers.remove("ps0")
     assert not decider.look_again()
     assert hosts() == [("ps1", "ps1"), ("ps1", "ps1")], "to the trainer and to the host"
+
+
+@pytest.mark.parametrize("former", [(NEVER, NEVER), (5, 77)], ids=["newcomer", "fallen_behind"])
+def test_nobody_begins_anew_while_one_outside_may_have_the_state(former: tuple[int, int]) -> None:
+    may_have = True
+    reports = {"t0": Report(1, former=former), "t1": Report(1)}
+    ranks = {name: int(name[1:]) for name in reports}
+    ledger = Ledger("model", 3, ranks, SPEC, only_host, reports["t0"], left=set(), elsewhere=lambda: may_have)
+    ledger.resume(reports, ())
+    assert ledger.look_again()
+    assert not ledger.openings
+    may_have = False
+    assert not ledger.look_again()
+    assert ledger.openings[-1].donors == ("t0",)

@@ -25,10 +25,15 @@ class Decider:
     It answers no request before all members have sent their knowledge. ``name`` is the worker that sends a request.
     """
 
-    def __init__(self, epoch: Epoch, workers: Callable[[], set[str]] | None) -> None:
-        """``workers`` is as in `Ledger`."""
+    def __init__(
+        self,
+        epoch: Epoch,
+        workers: Callable[[], set[str]] | None,
+        elsewhere: Callable[[str], bool] | None = None,
+    ) -> None:
+        """``workers`` and ``elsewhere`` are as in `Ledger`, the latter for a model's key."""
         self.epoch = epoch
-        self._workers = workers
+        self._workers, self._elsewhere = workers, elsewhere
         self.ranks = {one.name: one.rank for one in epoch.members}
         self._known: dict[str, Knowledge] = {}
         self._ledgers: dict[str, Ledger] = {}
@@ -82,6 +87,7 @@ class Decider:
                 first,
                 left={name for name, its in self._known.items() if server in its.left},
                 workers=self._workers,
+                elsewhere=None if self._elsewhere is None else functools.partial(self._elsewhere, key),
                 whole=_WHOLE if re.search(r"/ddp\d+$", key) else 0,
                 attempt=self._attempts.get(key, 0),
             )

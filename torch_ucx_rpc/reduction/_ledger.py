@@ -89,17 +89,21 @@ class Ledger:
         *,
         left: set[str],
         workers: Callable[[], set[str]] | None = None,
+        elsewhere: Callable[[], bool] | None = None,
         whole: int = 0,
         attempt: int = 0,
     ) -> None:
         """``hosts`` returns the hosts for a step. ``first`` is any report. The first ``whole`` steps are for all
         trainers, despite a quorum. ``attempt`` is the last one of a ledger that was dropped in this epoch. ``workers``
-        returns all workers of a job of fixed size that have not certainly ended, members or not."""
+        returns all workers of a job of fixed size that have not certainly ended, members or not. In other jobs,
+        ``elsewhere`` tells whether a living worker outside the epoch has the state of the model, or may have it."""
         self.openings: list[Opening] = []
         self.left = left
         self.quorum, self._expected = first.quorum, first.expected
         self._key, self._epoch, self._ranks, self._spec, self._hosts = key, epoch, ranks, spec, hosts
-        self._workers, self._whole = workers, whole
+        self._workers, self._elsewhere, self._whole = workers, elsewhere, whole
+        # No trainer here has the state, and one elsewhere may.
+        self._is_asking = False
         self.attempt = attempt
         self._opening: Opening | None = None
         # Trainers that report these two have the state of the model.
@@ -142,13 +146,17 @@ class Ledger:
             self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))
 
     def look_again(self) -> bool:
-        """Take note of workers that have ended outside the epoch. Returns False if the step waits for none."""
-        if not self._trainers() or self._workers is None:
+        """Take note of changes outside the epoch. Returns False if the step waits for none."""
+        if not self._trainers():
             return False
-        opening = self._opening
-        if opening is None:
+        if self._opening is None or self._is_asking:
             self._decide()
-        elif not opening.hosts and self._spec.hosts and self._hosts(self._step):
+        if self._is_asking:
+            return True
+        opening = self._opening
+        if self._workers is None:
+            return False
+        if opening is not None and not opening.hosts and self._spec.hosts and self._hosts(self._step):
             self._open(opening.contributors, opening.recipients, opening.donors)
         is_waiting = self._opening is None or (not self._opening.hosts and bool(self._spec.hosts))
         return is_waiting and bool(self._workers() - self._ranks.keys())
@@ -223,6 +231,7 @@ class Ledger:
                 self._open((), (), (), is_over=True)
                 self._opening = None
             return
+        self._is_asking = False
         holders = self._holders(trainers) or self._find_holders(trainers)
         if not holders:
             return
@@ -271,6 +280,8 @@ class Ledger:
         early."""
         latest = max(_latest(one) for one in trainers.values())
         if latest[1] != NEVER and self._spec.optimizer is None:
+            if self._may_be_elsewhere():
+                return set()
             self._step, self._committed = latest
             if not (holders := self._holders(trainers)):
                 # This trainer fell behind a later state, and all trainers with that state have ended.
@@ -278,13 +289,17 @@ class Ledger:
                 holders = {self._first}
             return holders
         wanting = {name for name, one in trainers.items() if one.step == NEVER}
-        if not (self.has_begun or self._may_begin(wanting)):
+        if not (self.has_begun or self._may_begin(wanting)) or self._may_be_elsewhere():
             return set()
         self._first = self._sorted(wanting or trainers)[0]
         if self._spec.optimizer is None or not self.has_begun:
             # A trainer that has taken another state at this step must take this one.
             self._committed = generation(self._epoch, self.attempt + 1)
         return {self._first}
+
+    def _may_be_elsewhere(self) -> bool:
+        self._is_asking = self._elsewhere is not None and self._elsewhere()
+        return self._is_asking
 
     def _may_begin(self, came: set[str]) -> bool:
         if self.quorum is not None and not self._whole and len(came) >= self.quorum:

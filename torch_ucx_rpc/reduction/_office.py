@@ -37,6 +37,8 @@ _LOOK_AGAIN_S = 0.02
 _COMING_BACK_S, _MOST_S = 1.0, 60.0
 # Seconds between two looks for hosts that were started again.
 _CALLING_BACK_S = 0.5
+# Seconds after which a worker outside the epoch is asked again for its state.
+_ASKING_S = 5.0
 
 
 class TimedOut(Exception):
@@ -92,6 +94,8 @@ class Office:
         self._came_at = 0.0
         self._looks_again = False
         self._called_back = 0.0
+        # Questions of the decider to workers outside the epoch whether they have a model, by key and name.
+        self._asked: dict[tuple[str, str], Future[bool]] = {}
         self.group = members.group("reduction")
         self.group.subscribe(self._enter)
 
@@ -110,7 +114,9 @@ class Office:
                 self._decider.end()
             decides = epoch.decider.name == self.name
             workers = self.group.not_ended if self.life.is_static else None
-            self._decider = Decider(epoch, workers) if decides else None
+            elsewhere = None if self.life.is_static else self._may_have
+            self._asked.clear()
+            self._decider = Decider(epoch, workers, elsewhere) if decides else None
             due = self._take_early(decides=False)
             self.changed.notify_all()
         for act in due:
@@ -325,6 +331,21 @@ class Office:
         for name, opening in openings:
             self._call(name, _receive, opening)
 
+    def _may_have(self, key: str) -> bool:
+        """Tell whether a living worker outside the epoch has a model, or has not said so yet. The caller holds the
+        lock."""
+        assert self.epoch is not None
+        inside = {one.name for one in self.epoch.members}
+        outside = [info.name for info in self.life.living() if info.name not in inside]
+        for name in outside:
+            asked = self._asked.get((key, name))
+            if asked is None or (asked.done() and not _is_answered(asked)):
+                with contextlib.suppress(RuntimeError):  # it has just gone
+                    self._asked[key, name] = asked = rpc.rpc_async(name, _has, args=(key,), timeout=_ASKING_S)
+                    asked.add_done_callback(lambda _: self._later(0, self._look_again))
+        answers = [self._asked.get((key, name)) for name in outside]
+        return any(asked is None or not _is_answered(asked) or asked.value() for asked in answers)
+
     # -- decisions
 
     def receive(self, opening: Opening) -> None:
@@ -429,6 +450,20 @@ def _receive(opening: Opening) -> None:
 
 def _come() -> None:
     office().keep_in()
+
+
+def _has(key: str) -> bool:
+    """Tell whether this worker trains a model, and has its state. Then it comes back to the group."""
+    if not office.is_made():
+        return False
+    own = office()
+    with own.changed:
+        steps = own.steps.get(key)
+        report = None if steps is None else steps.report()
+    if report is None or report.has_left or (report.step, *report.former) == (NEVER, NEVER, NEVER):
+        return False
+    own.keep_in()
+    return True
 
 
 @rpc.functions.async_execution
