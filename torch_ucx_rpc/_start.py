@@ -56,6 +56,8 @@ AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBacken
 
 # UCX chooses other transports for large groups. This is the number it gets for a group without a size.
 _TYPICAL_PEERS = 8
+# Seconds for a worker that joins, after a member whose host has died is lost.
+_AFTER_A_LOSS_S = 10.0
 
 
 # Arguments: init_method, rank, world_size (None for a group without a size), timeout.
@@ -137,10 +139,6 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     WorkerInfo(name, int(rank))
     device_pool.check(options, name)
     return int(rank), world_size and int(world_size)
-
-
-# Seconds for a worker that joins, after a member whose host has died is lost.
-_AFTER_A_LOSS_S = 10.0
 
 
 def _init_timeout(options: UcxRpcBackendOptions, is_joining: bool = False) -> float:

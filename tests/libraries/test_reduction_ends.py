@@ -28,6 +28,17 @@ def end_a_model(server: reduction.Server) -> Opening:
     return opening
 
 
+def wait_until_refused(gradients: Channel, tag: str) -> None:
+    def is_refused() -> bool:
+        try:
+            gradients.put("worker0", tag, torch.ones(100_000))
+        except EpochEnded:
+            return True
+        return False
+
+    eventually(is_refused, "the host drops them, and says so")
+
+
 def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) -> None:
     run_on_ucx(1, take_late_openings)
 
@@ -71,15 +82,7 @@ def miss_a_model(rank: int, steps: Steps) -> None:
         gradients = Channel(channel_of("worker0/missed"), epoch=generation(number, 1))
         gradients.put("worker0", "0/0", torch.ones(100_000))
         steps.done("put")
-
-        def is_refused() -> bool:
-            try:
-                gradients.put("worker0", "0/1", torch.ones(100_000))
-            except EpochEnded:
-                return True
-            return False
-
-        eventually(is_refused, "the host drops them, and says so")
+        wait_until_refused(gradients, "0/1")
         steps.done("refused")
     else:
         steps.wait_for("put")
@@ -102,13 +105,5 @@ def push_after_the_end(rank: int, steps: Steps) -> None:
         eventually(lambda: any(steps.directory.glob("ended *")), "the model has ended")
         [step] = steps.directory.glob("ended *")
         late = Channel(channel_of("worker0/tensors"), epoch=int(step.name.split()[1]))
-
-        def is_refused() -> bool:
-            try:
-                late.put("worker0", "0/9", torch.ones(100_000))
-            except EpochEnded:
-                return True
-            return False
-
-        eventually(is_refused, "the host drops them, and says so")
+        wait_until_refused(late, "0/9")
     steps.meet("done", rank, 2)

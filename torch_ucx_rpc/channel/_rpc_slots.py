@@ -59,24 +59,21 @@ class RpcSlots:
                 raise ValueError(f"channel {group!r} is in epoch {now} on this worker; it cannot go back to {epoch}")
             self._epochs[group] = epoch
             self._closed.pop(group, None)
-            values = self._values.get(group, {})
-            dropped = [values.pop(key) for key in list(values) if key[0] < epoch]
+            dropped = self._take_before(group, epoch)
             self._changed.notify_all()
-        for value in (value for queue in dropped for value in queue):
+        for value in dropped:
             value.taken.set_result(_where(group, epoch, self._name))
 
     def advance_all(self, prefix: str, epoch: int) -> None:
         with self._changed:
             self._floors[prefix] = epoch
-            groups = [group for group in {*self._epochs, *self._values} if group.startswith(prefix)]
-            dropped: list[tuple[str, deque[_Value]]] = []
-            for group in groups:
-                if group in self._epochs:
+            for group in self._epochs:
+                if group.startswith(prefix):
                     self._epochs[group] = max(self._epochs[group], epoch)
-                values = self._values.get(group, {})
-                dropped += [(group, values.pop(key)) for key in list(values) if key[0] < epoch]
+            groups = [group for group in self._values if group.startswith(prefix)]
+            dropped = [(group, value) for group in groups for value in self._take_before(group, epoch)]
             self._changed.notify_all()
-        for group, value in ((group, value) for group, queue in dropped for value in queue):
+        for group, value in dropped:
             value.taken.set_result(_where(group, epoch, self._name))
 
     def close(self, group: str) -> None:
@@ -156,6 +153,11 @@ class RpcSlots:
                 del self._values[group][key]
         value.taken.set_result(None)
         return value
+
+    def _take_before(self, group: str, epoch: int) -> list[_Value]:
+        """Take out the values of earlier epochs. The caller holds the condition."""
+        values = self._values.get(group, {})
+        return [value for key in list(values) if key[0] < epoch for value in values.pop(key)]
 
     def _wait(self, deadline: float | None) -> bool:
         # Condition.wait without a limit does not see Ctrl-C on every platform.

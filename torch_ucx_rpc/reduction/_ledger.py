@@ -151,15 +151,14 @@ class Ledger:
             return False
         if self._opening is None or self._is_asking:
             self._decide()
-        if self._is_asking:
-            return True
         opening = self._opening
-        if self._workers is None:
-            return False
-        if opening is not None and not opening.hosts and self._spec.hosts and self._hosts(self._step):
+        lacks_hosts = opening is not None and not opening.hosts and bool(self._spec.hosts)
+        if opening is not None and lacks_hosts and self._hosts(self._step):
             self._open(opening.contributors, opening.recipients, opening.donors)
-        is_waiting = self._opening is None or (not self._opening.hosts and bool(self._spec.hosts))
-        return is_waiting and bool(self._workers() - self._ranks.keys())
+            lacks_hosts = False
+        if self._is_asking or self._workers is None or not (opening is None or lacks_hosts):
+            return self._is_asking
+        return bool(self._workers() - self._ranks.keys())
 
     # -- the end of a step
 

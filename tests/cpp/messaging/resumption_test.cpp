@@ -52,8 +52,23 @@ class ResumptionTest : public testing::Test {
     two_.advance(time);
     exchangeAll();
   }
+  void waitASecond() {
+    for (int round = 0; round < 40; ++round) {
+      wait();
+    }
+  }
   void reset(Rank from) {
     network_.reset(memberOf(from).address, memberOf(static_cast<Rank>(1 - from)).address);
+  }
+  // Worker 0 loses its endpoint while worker 1 receives request 1, and 1 s passes.
+  void resetSenderDuringAReceive() {
+    two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+    network_.stallReceives(true);
+    post(Kind::kRequest, 1, kLarge);
+    exchangeAll();
+    network_.stallReceives(false);
+    reset(0);
+    waitASecond();
   }
   Notes notesOfTwo() {
     return handlers_[1].takeNotes();
@@ -148,9 +163,7 @@ TEST_F(ResumptionTest, AnnouncementsThatAnEndpointDropsComeOverAnotherOne) {
   });
   post(Kind::kRequest, 2, kLarge);
   post(Kind::kRequest, 3);
-  for (int round = 0; round < 40; ++round) {
-    wait();
-  }
+  waitASecond();
   EXPECT_EQ(notesOfTwo(), (Notes{"request 3", "request 2"}));
   EXPECT_EQ(one_.peer(1).timesResumed.load(), 1u);
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
@@ -158,15 +171,7 @@ TEST_F(ResumptionTest, AnnouncementsThatAnEndpointDropsComeOverAnotherOne) {
 
 // As UCX does when the sender alone has lost its connection: the receiver's end stays, and its receive does not end.
 TEST_F(ResumptionTest, ReceiveOverAnEndpointThatThePeerHasReplacedIsBegunAgain) {
-  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
-  network_.stallReceives(true);
-  post(Kind::kRequest, 1, kLarge);
-  exchangeAll();
-  network_.stallReceives(false);
-  reset(0);
-  for (int round = 0; round < 40; ++round) {
-    wait();
-  }
+  resetSenderDuringAReceive();
   EXPECT_EQ(notesOfTwo(), (Notes{"broken 0", "request 1"}));
   EXPECT_EQ(two_.peer(0).timesResumed.load(), 1u);
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
@@ -175,15 +180,7 @@ TEST_F(ResumptionTest, ReceiveOverAnEndpointThatThePeerHasReplacedIsBegunAgain) 
 // The receiver had made more endpoints than the sender, so UCX has made this end by itself.
 TEST_F(ResumptionTest, ReceiveOverAnEndpointOfUcxsMakingIsBegunAgain) {
   network_.makeOriginsInternal();
-  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
-  network_.stallReceives(true);
-  post(Kind::kRequest, 1, kLarge);
-  exchangeAll();
-  network_.stallReceives(false);
-  reset(0);
-  for (int round = 0; round < 40; ++round) {
-    wait();
-  }
+  resetSenderDuringAReceive();
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
   EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u) << "its own endpoint is good";
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
@@ -194,9 +191,7 @@ TEST_F(ResumptionTest, SlowReceiveOutlastsAnotherAnnouncementOverItsEndpoint) {
   network_.stallReceives(true);
   network_.setFault([](const wire::Header&, SendMode) { return Fate::kDuplicate; });
   post(Kind::kRequest, 1, kLarge);
-  for (int round = 0; round < 40; ++round) {
-    wait();
-  }
+  waitASecond();
   EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u);
 }
 

@@ -207,7 +207,7 @@ class Connection {
   unsigned failures = 0; // endpoints in a row that have failed, and over which nothing has come
   unsigned roundsToResume = 0; // until another endpoint is made
   unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
-  unsigned roundsOutdated = 0; // and in which it has waited for an endpoint that the peer has given up
+  unsigned roundsOutdated = 0; // rounds in which a receive has waited for an endpoint that the peer has given up
 
   // The number of a frame that the peer may have to send again, because an endpoint of this worker has failed. 0: none.
   uint64_t lacking() const {

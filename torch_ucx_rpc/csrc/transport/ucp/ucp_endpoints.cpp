@@ -128,22 +128,22 @@ void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
   if (UCS_PTR_IS_PTR(flush)) { // it has not completed at once, so there may be bytes
     draining_.emplace_back(&endpoint, flush);
   } else {
-    closeHandle(endpoint);
+    closeHandle(endpoint.handle);
   }
 }
 
 // A forced close cancels everything that the endpoint has under way. Every endpoint needs one before its worker is
 // destroyed: ucp_worker_destroy() leaves an endpoint's requests where they are, and builds of UCX with assertions then
 // abort (ucp_ep_destroy_base(): "proto_reqs not empty").
-void UcpEndpoints::closeHandle(UcpEndpoint& endpoint) {
-  if (endpoint.handle == nullptr) {
+void UcpEndpoints::closeHandle(ucp_ep_h& handle) {
+  if (handle == nullptr) {
     return;
   }
   closing_.reserve(closing_.size() + 1);
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  const ucs_status_ptr_t request = ucp_ep_close_nbx(std::exchange(endpoint.handle, nullptr), &param);
+  const ucs_status_ptr_t request = ucp_ep_close_nbx(std::exchange(handle, nullptr), &param);
   if (UCS_PTR_IS_PTR(request)) {
     closing_.push_back(request);
   }
@@ -156,15 +156,12 @@ bool UcpEndpoints::closeInternal(ucp_ep_h handle) {
     return (*own)->isDead(); // then it is being closed
   }
   closing_.reserve(closing_.size() + 1);
-  ucp_request_param_t param{};
-  ucs_status_ptr_t request = ucp_ep_flush_nbx(handle, &param); // see closeWhenDrained()
-  if (request == nullptr) {
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    request = ucp_ep_close_nbx(handle, &param);
-  }
-  if (UCS_PTR_IS_PTR(request)) {
-    closing_.push_back(request);
+  const ucp_request_param_t param{};
+  const ucs_status_ptr_t flush = ucp_ep_flush_nbx(handle, &param); // see closeWhenDrained()
+  if (flush == nullptr) {
+    closeHandle(handle);
+  } else if (UCS_PTR_IS_PTR(flush)) {
+    closing_.push_back(flush);
   }
   return true;
 }
@@ -183,7 +180,7 @@ void UcpEndpoints::progress() {
 
 void UcpEndpoints::closeReported() {
   while (UcpEndpoint* const failed = reported_.first()) {
-    closeHandle(*failed); // the endpoint stays queued if memory runs out
+    closeHandle(failed->handle); // the endpoint stays queued if memory runs out
     closed_.push(reported_.pop());
   }
 }
@@ -202,7 +199,7 @@ void UcpEndpoints::closeDrained() {
     if (status == UCS_OK && endpoint->handle != nullptr) {
       drained.push_back(endpoint);
     } else {
-      closeHandle(*endpoint); // the connection has failed, or was forced
+      closeHandle(endpoint->handle); // the connection has failed, or was forced
     }
     return true;
   });
@@ -228,7 +225,7 @@ void UcpEndpoints::abandon(EndpointId endpointId) {
   }
   endpoint.failure = abandoned();
   if (mayBeForced(endpoint)) {
-    closeHandle(endpoint);
+    closeHandle(endpoint.handle);
   } else {
     closeWhenDrained(endpoint);
   }
@@ -247,7 +244,7 @@ void UcpEndpoints::force(bool areOverTcp) {
   for (const auto& [endpoint, flush] : draining_) {
     const bool hasFailed = endpoint->reported != UCS_OK; // UCX has ended its requests already, see closeWhenDrained()
     if (!hasFailed && endpoint->handle != nullptr && mayBeForced(*endpoint) != areOverTcp) {
-      closeHandle(*endpoint);
+      closeHandle(endpoint->handle);
     }
   }
 }

@@ -93,7 +93,7 @@ class UcpEndpoints {
 
   bool mayBeForced(const UcpEndpoint& endpoint) const;
   void closeWhenDrained(UcpEndpoint& endpoint);
-  void closeHandle(UcpEndpoint& endpoint);
+  void closeHandle(ucp_ep_h& handle); // sets it to null
   void closeReported();
   void closeDrained();
 
