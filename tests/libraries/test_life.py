@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
+from torch.distributed.rpc import api
 
 from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc
 from torch_ucx_rpc._workers.life import Life, PerLife, life
@@ -47,6 +48,40 @@ def live_twice(rank: int, steps: Steps) -> None:
         assert per_life.last() is made
     assert lives[0] is not lives[1]
     assert lives[0].number != lives[1].number
+
+
+def test_state_that_a_request_makes_during_init_rpc_lasts(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
+    run_on_tensorpipe(2, be_asked_while_starting, Steps(tmp_path), init=False)
+
+
+asked: PerLife[list[Life]] = PerLife(lambda lasting: [lasting])
+
+
+def ask() -> None:
+    asked()
+
+
+def be_asked_while_starting(rank: int, steps: Steps) -> None:
+    init_states, calls = api._init_rpc_states, []
+
+    def init_again(agent: object) -> None:
+        # On TensorPipe torch calls this twice. This worker serves requests from the first call on.
+        calls.append(agent)
+        if len(calls) == 2:
+            steps.wait_for("asked")
+        init_states(agent)
+
+    if rank:
+        api._init_rpc_states = init_again
+    init_rpc(rank)
+    if rank:
+        assert len(calls) == 2
+        assert asked.is_made()
+        assert asked() is asked.last()
+    else:
+        rpc.rpc_sync("worker1", ask)
+        steps.done("asked")
+    rpc.shutdown()
 
 
 def test_a_life_knows_a_death_before_it_reports_it(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

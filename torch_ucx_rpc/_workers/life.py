@@ -38,8 +38,8 @@ class Life:
         self.tells_ends = hasattr(agent, "_statistics")
         # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, which is used here.
         self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
-        # torch makes a new object of the names in each life. Comparing these costs less than asking for the agent.
-        self.era = api._ALL_WORKER_NAMES
+        # The object of torch's names when this life was last seen to last.
+        self.era: object = None
         self.info: WorkerInfo = agent.get_worker_info()
         self.number = int(getattr(agent, "session", 0)) or secrets.randbits(63)
         self.is_static = bool(getattr(agent, "is_static_group", True))
@@ -114,8 +114,19 @@ def _devices_in_options(agent: Any) -> Sequence[torch.device]:
 
 
 def _is_of_now(known: Life) -> bool:
-    """Tell whether a life still lasts: the next one has new names, and the agent goes with its life."""
-    return known.era is api._ALL_WORKER_NAMES and _is_current_rpc_agent_set()
+    """Tell whether a life still lasts."""
+    # torch makes new names in each life. Comparing these costs less than asking for the agent. It also makes new ones
+    # within init_rpc, when requests may already have come.
+    names = api._ALL_WORKER_NAMES
+    if known.era is names:
+        return bool(_is_current_rpc_agent_set())
+    try:
+        lasts = known.is_of(current_agent())
+    except RuntimeError:
+        return False
+    if lasts:
+        known.era = names
+    return lasts
 
 
 _life: Life | None = None
@@ -134,7 +145,6 @@ def life() -> Life:
             if known is not None:
                 known.close()
             known = _life = Life(agent)
-        known.era = api._ALL_WORKER_NAMES
         return known
 
 
@@ -164,8 +174,8 @@ class PerLife(Generic[T]):
             return known[1]
 
     def is_made(self) -> bool:
-        """True if this life has its `T`."""
-        return (known := self._known) is not None and known[0].era is api._ALL_WORKER_NAMES
+        """True if RPC is running, and this life has its `T`."""
+        return (known := self._known) is not None and _is_of_now(known[0])
 
     def last(self) -> T | None:
         """Return the latest one, whose life may be over."""
