@@ -17,7 +17,9 @@ from tests.support import workers
 from tests.support.labs import Fate, VirtualHosts
 from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc._workers import members
-from torch_ucx_rpc._workers.members import CutOff, EpochOver, Group
+from torch_ucx_rpc._workers.epochs import BEAT
+from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._workers.members import LIMIT_S, CutOff, EpochOver, Group
 
 from ._jobs import KILLED, PATIENCE_S
 
@@ -59,6 +61,26 @@ def meet_in_the_first_epoch(rank: int, steps: Steps) -> None:
     with pytest.raises(TimeoutError, match=r"group 'test' has had no epoch after 1 for 0\.1 s"):
         group.wait(after=1, timeout=0.1)
     steps.meet("checked", rank, 3)
+
+
+def test_a_group_that_takes_long_to_make_is_driven(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, make_it_slowly, Steps(tmp_path))
+
+
+def make_it_slowly(rank: int, steps: Steps) -> None:
+    make_groups = members._groups._make
+
+    def make_slowly(life: Life) -> object:
+        made = make_groups(life)
+        time.sleep(LIMIT_S * BEAT)
+        return made
+
+    with mock.patch.object(members._groups, "_make", make_slowly):
+        group = members.group("test", LIMIT)
+    steps.meet("made", rank, 2)
+    time.sleep(LIMIT)
+    assert group.is_current()
+    steps.meet("over", rank, 2)
 
 
 def test_one_call_makes_the_group_everywhere(run_on_both: RunWorkers, tmp_path: Path) -> None:

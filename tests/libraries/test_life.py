@@ -106,6 +106,6 @@ def outlive(rank: int, steps: Steps) -> None:
     mine.watch(tell)
     assert len(told) == 2
     rpc.shutdown(graceful=False)
-    eventually(mine.is_over, "the agent is gone")
+    assert not mine.lasts()
     with pytest.raises(ShutDown, match="RPC has been shut down"):
         mine.living()

@@ -39,7 +39,7 @@ class Life:
         # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, which is used here.
         self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
         # The object of torch's names when this life was last seen to last.
-        self.era: object = None
+        self._names: object = None
         self.info: WorkerInfo = agent.get_worker_info()
         self.number = int(getattr(agent, "session", 0)) or secrets.randbits(63)
         self.is_static = bool(getattr(agent, "is_static_group", True))
@@ -53,9 +53,20 @@ class Life:
     def is_of(self, agent: Any) -> bool:
         return agent is not None and self._agent() is agent
 
-    def is_over(self) -> bool:
-        """True once UCX's agent is gone; always False on other backends."""
-        return self._agent() is None
+    def lasts(self) -> bool:
+        """Tell whether RPC still runs in this life."""
+        # torch makes new names in each life. Comparing these costs less than asking for the agent. torch also makes new
+        # names within init_rpc, when requests may already have come.
+        names = api._ALL_WORKER_NAMES
+        if self._names is names:
+            return bool(_is_current_rpc_agent_set())
+        try:
+            lasts = self.is_of(current_agent())
+        except RuntimeError:
+            return False
+        if lasts:
+            self._names = names
+        return lasts
 
     @property
     def agent(self) -> Any:
@@ -113,22 +124,6 @@ def _devices_in_options(agent: Any) -> Sequence[torch.device]:
     return getattr(agent._get_backend_options(), "devices", ()) if torch.cuda.is_available() else ()
 
 
-def _is_of_now(known: Life) -> bool:
-    """Tell whether a life still lasts."""
-    # torch makes new names in each life. Comparing these costs less than asking for the agent. It also makes new ones
-    # within init_rpc, when requests may already have come.
-    names = api._ALL_WORKER_NAMES
-    if known.era is names:
-        return bool(_is_current_rpc_agent_set())
-    try:
-        lasts = known.is_of(current_agent())
-    except RuntimeError:
-        return False
-    if lasts:
-        known.era = names
-    return lasts
-
-
 _life: Life | None = None
 _making = threading.Lock()
 
@@ -136,7 +131,7 @@ _making = threading.Lock()
 def life() -> Life:
     """Return the present life of this worker. Raises NotRunning if RPC is not running."""
     global _life
-    if (known := _life) is not None and _is_of_now(known):
+    if (known := _life) is not None and known.lasts():
         return known
     agent = current_agent()
     with _making:
@@ -164,7 +159,7 @@ class PerLife(Generic[T]):
 
     def __call__(self) -> T:
         """Return the `T` of the present life. Raises NotRunning if RPC is not running."""
-        if (known := self._known) is not None and _is_of_now(known[0]):
+        if (known := self._known) is not None and known[0].lasts():
             return known[1]
         lasting = life()
         with self._making:
@@ -175,7 +170,7 @@ class PerLife(Generic[T]):
 
     def is_made(self) -> bool:
         """True if RPC is running, and this life has its `T`."""
-        return (known := self._known) is not None and _is_of_now(known[0])
+        return (known := self._known) is not None and known[0].lasts()
 
     def last(self) -> T | None:
         """Return the latest one, whose life may be over."""

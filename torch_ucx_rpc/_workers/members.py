@@ -442,7 +442,7 @@ class _Groups:
         while True:
             limits = [one.limit for one in list(self.groups.values())]
             time.sleep(min(limits, default=LIMIT_S) * BEAT / 2)
-            if _groups.last() is not self or not _groups.is_made() or self.life.is_over():
+            if not self.life.lasts():
                 break
             self._lifelines.drain()
             for key in self._replaced - self.ended:

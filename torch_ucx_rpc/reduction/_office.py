@@ -153,7 +153,7 @@ class Office:
         """Rejoin if this worker was left out."""
         with self.changed:
             epoch = self.group.epoch
-            if epoch is not None and self.group.me not in epoch.members and not self.life.is_over():
+            if epoch is not None and self.group.me not in epoch.members and self.life.lasts():
                 self.group.rejoin()
 
     @staticmethod

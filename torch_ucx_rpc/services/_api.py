@@ -247,11 +247,12 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
 
     def tell() -> None:
         last = None
+        lasts = known.life.lasts
         while True:
             with known.changed:
-                while (service := service_of(known.owners, name)) == last and known.lasts() and not is_over.is_set():
+                while (service := service_of(known.owners, name)) == last and lasts() and not is_over.is_set():
                     known.changed.wait(_GLANCE_S)
-            if is_over.is_set() or not known.lasts():
+            if is_over.is_set() or not lasts():
                 return
             last = service
             try:
@@ -316,7 +317,7 @@ def statistics() -> tuple[ServiceStatistics, ...]:
     """Return the counts of calls that this worker has served, by name; empty if RPC is not running."""
     known = directory.last()
     # A user may still hold the agent of an earlier life.
-    return () if known is None or known.life.is_over() or not directory.is_made() else _statistics_of(known)
+    return () if known is None or not known.life.lasts() else _statistics_of(known)
 
 
 def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:

@@ -111,10 +111,6 @@ class Directory:
             owners = owners_of(self.owners, name)
             return [one for one in owners if self._is_member(one)] or owners
 
-    def lasts(self) -> bool:
-        """Tell whether RPC still runs."""
-        return directory.is_made() and directory.last() is self
-
     def drop(self, worker: str, life: int) -> None:
         """Forget a worker that cannot be called any more, on a backend that does not report ends."""
         self.life.lose(worker)
@@ -203,7 +199,7 @@ class Directory:
     def _keep_telling(self) -> None:
         while True:
             with self.lock:
-                if self._is_settled or not self.lasts():
+                if self._is_settled or not self.life.lasts():
                     self._is_settling = False
                     return
             try:
