@@ -31,7 +31,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
 # Folder of the tests' reports, for tools/every_file_ran.py.
 REPORTS := build/reports
-# Tests wait more than they compute, so two at a time take half as long, on two cores too.
+# Tests wait more than they compute, so two at a time take half as long, even on two cores.
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 # The tests of test-libraries.
 LIBRARIES ?= tests/libraries

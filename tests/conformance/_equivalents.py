@@ -10,6 +10,6 @@ EQUIVALENTS: dict[str, dict[str, str]] = {
     },
     "TensorPipeAgentCudaRpcTest.test_device_maps_many_to_one": {
         "reason": "asks that several devices cannot be mapped to one",
-        "equivalent": "tests/unit/test_device_maps.py::test_maps_with_the_cpu_and_several_devices_to_one_fit",
+        "equivalent": "tests/unit/test_device_maps.py::test_several_devices_may_map_to_one_and_to_the_cpu",
     },
 }

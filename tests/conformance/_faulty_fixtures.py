@@ -13,7 +13,7 @@ from ._processes import PreloadedProcesses
 
 
 class FaultyUcxFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
-    """torch's fixture, with UCX's faulty backend under the name of torch's, which the tests use."""
+    """torch's fixture, with UCX's faulty backend under the name that the tests use."""
 
     @property
     def rpc_backend(self) -> rpc.BackendType:

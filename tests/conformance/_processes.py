@@ -19,7 +19,7 @@ _STACKS = Path(tempfile.gettempdir())
 
 
 class PreloadedProcesses:
-    """Starts a test's processes from a fork server. Mix it in before torch's MultiProcessTestCase.
+    """Starts a test's processes from a fork server. Mix this class in before torch's MultiProcessTestCase.
 
     torch itself starts each by ``spawn``, which imports torch four times a test. Nothing else changes.
     """
@@ -66,9 +66,9 @@ def _how_it_ended(process: BaseProcess) -> str:
 def _keep_ddp_models() -> None:
     """Let no DistributedDataParallel be destroyed before its process ends by ``os._exit``.
 
-    In torch 2.13 the destructor of its Reducer joins Gloo's threads with the GIL held, while one of them may be waiting
-    for the GIL to release a tensor. test_ddp_comparison_uneven_inputs then hangs as it returns, whatever the RPC agent:
-    a program that does the same without RPC hangs within a few repetitions on one core.
+    In torch 2.13 the destructor of its Reducer holds the GIL while it joins Gloo's threads. One of these threads may be
+    waiting for the GIL to release a tensor. test_ddp_comparison_uneven_inputs then hangs as it returns, whatever the
+    RPC agent. A program that does the same without RPC hangs within a few repetitions on one core.
     """
     kept = []
     init = DistributedDataParallel.__init__

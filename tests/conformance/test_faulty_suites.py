@@ -16,10 +16,10 @@ with warnings.catch_warnings():
 
 from ._faulty_fixtures import FAULTY_FIXTURES
 
-# The suites have their own time limit. After it they end a hanging test, and print its stacks.
+# The suites have their own time limit, at which they end a hanging test and print its stacks.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]
 
 for _backend, _fixture in FAULTY_FIXTURES.items():
-    # Generate the suites of both backends: a test's processes find its class by name. conftest.py collects one
-    # backend's.
+    # Generate the suites of both backends: a test's processes find its class by name. conftest.py collects the suites
+    # of one backend.
     globals().update(generate_tests(_backend, _fixture, FAULTY_AGENT_TESTS, __name__))

@@ -16,10 +16,10 @@ with warnings.catch_warnings():
 
 from ._fixtures import FIXTURES
 
-# The suites have their own limit. At it they end a hanging test, and print its stacks.
+# The suites have their own time limit, at which they end a hanging test and print its stacks.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]
 
 for _backend, _fixture in FIXTURES.items():
-    # Generate the suites of both backends: a test's processes find its class by name. conftest.py collects one
-    # backend's.
+    # Generate the suites of both backends: a test's processes find its class by name. conftest.py collects the suites
+    # of one backend.
     globals().update(generate_tests(_backend, _fixture, GENERIC_TESTS, __name__))

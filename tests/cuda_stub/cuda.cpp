@@ -22,7 +22,7 @@ CUresult copyInOrder(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream st
   return kSuccess;
 }
 
-// Returns false for an address outside of the device, with CUDA's error for it.
+// Returns false for a query that CUDA answers with an error, such as for an address outside the device.
 bool attribute(int which, const Allocation* allocation, void* value) {
   const auto set = [value](auto what) { std::memcpy(value, &what, sizeof(what)); };
   const bool isKnown = allocation != nullptr;

@@ -377,7 +377,7 @@ TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefusedAfterOtherMemory) {
   EXPECT_TRUE(pair.sender->hasWritten("UCX_MEMTYPE_CACHE=n")) << pair.sender->written();
 }
 
-// Neither side may be told of the end before a late copy is made: the sender then reuses its memory, and the receiver
+// Neither side may learn of the end before a late copy is made: then the sender reuses its memory, and the receiver
 // reads.
 TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
   for (const char* nvlinks : {"0", "18"}) {

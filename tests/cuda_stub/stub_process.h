@@ -230,7 +230,7 @@ class TwoProcesses {
   std::unique_ptr<Process> second;
 };
 
-// UCX copies and waits for the device by these functions of the driver.
+// UCX copies and waits for the device with these functions of the driver.
 inline constexpr std::array<const char*, 7> kCounted{
     "cuMemcpyAsync",
     "cuMemcpyDtoDAsync_v2",

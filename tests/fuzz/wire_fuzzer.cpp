@@ -85,7 +85,7 @@ void checkView(std::span<const std::byte> body, std::span<const uint64_t> spanBy
       continue;
     }
     require(tensor.strides.size() == tensor.record.dims, "a stride for each dimension");
-    // This arithmetic cannot overflow, and is not the reader's.
+    // This arithmetic cannot overflow. The reader has its own.
     __int128 end = tensor.record.storageOffset;
     bool isEmpty = false;
     for (size_t dim = 0; dim < tensor.sizes.size(); ++dim) {

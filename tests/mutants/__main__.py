@@ -37,7 +37,7 @@ def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:
 
 
 def fate(mutant: Mutant) -> str:
-    """Return "caught", or "SURVIVED" with the tests that pass despite the mutant. All of them pass without it."""
+    """Return "caught", or "SURVIVED" with the tests that pass despite the mutant. All tests pass without the mutant."""
     file = mutant.place(_copy.COPY)
     text = file.read_text(encoding="utf-8")
     file.write_text(mutant.pattern.sub(lambda _: mutant.instead, text), encoding="utf-8")

@@ -11,15 +11,15 @@ _TEST_IN_CPP = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\
 
 
 def file_of(test: str, root: Path) -> Path | None:
-    """The file of a Python test. A path of a file ("tests/unit/test_native_op.py") is its own file. None for any other
-    name."""
+    """Return the file of a Python test, by the test's name or by a path such as "tests/unit/test_native_op.py". Return
+    None if there is no such test."""
     if test.startswith("tests/"):
         return root / test if (root / test).is_file() else None
     return _python_tests(root).get(test)
 
 
 def executables_of(test: str, root: Path) -> list[str]:
-    """The executables with C++ tests, or a suite, of this name, without the prefix of an instantiation."""
+    """Return the executables with a C++ test or suite of this name. The name lacks the prefix of an instantiation."""
     return _cpp_tests(root).get(test, [])
 
 

@@ -122,7 +122,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A join waits for members beyond a cut": (
             "test_a_join_outlasts_a_cut",
             "test_a_join_ends_when_a_silent_member_is_lost",
-            "test_a_newcomer_waits_for_a_silent_member_others_have",
+            "test_newcomer_waits_for_a_silent_member_that_others_have",
         ),
         "A tensor that takes longer than the limit": ("test_tensor_slower_than_the_limit_delays_no_small_call",),
         "A worker that holds the GIL, or whose handlers all block": (

@@ -65,7 +65,7 @@ def test_hung_job_fails_and_its_workers_are_gone_at_once() -> None:
             assert process.exitcode == -signal.SIGKILL
 
 
-# ---- The program, and what is kept -----------------------------------------------------------------------------------
+# ---- The program, and kept results -----------------------------------------------------------------------------------
 
 
 def is_of_another_tree() -> harness.Figures:

@@ -86,7 +86,7 @@ def test_the_conda_files_have_the_bounds_of_setup_cfg(conda_environment, conda_r
     requirements = conda_recipe["requirements"]
     plain = [line for line in requirements["build"] + requirements["host"] if not line.startswith("${{")]
     recipe = {name_of(line): bounds_of(line) for line in plain}
-    # conda's variants choose the version of Python, and the recipe says which ones to skip.
+    # conda's variants choose the version of Python, and the recipe says which versions to skip.
     oldest = SETUP_CFG["options"]["python_requires"].removeprefix(">=")
     assert f'match(python, "<{oldest}")' in conda_recipe["build"]["skip"]
     assert recipe.pop("python") == set()

@@ -58,7 +58,7 @@ def test_a_pair_much_slower_than_the_others_is_a_warning() -> None:
     assert "a call takes 5000 us, the median is 104 us; 10.0 MB/s, the median is 1.0 GB/s" in warning
 
 
-def test_containers_of_one_machine_get_the_cure_for_memory() -> None:
+def test_containers_on_one_machine_are_advised_to_share_memory() -> None:
     beside = dataclasses.replace(ELSEWHERE, machine=PLACE.machine)
     assert verdict(dataclasses.replace(PAIR, lanes=["tcp/eth0"]), beside)[1][0].endswith("would use shared memory")
 
@@ -81,7 +81,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, capsy
     assert complaint in capsys.readouterr().err
 
 
-def test_without_rich_it_says_how_to_get_it(
+def test_error_without_rich_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)

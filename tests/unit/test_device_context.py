@@ -36,7 +36,7 @@ def test_without_devices_cuda_is_not_called(monkeypatch: pytest.MonkeyPatch) -> 
     context.make_contexts(UcxRpcBackendOptions(device_maps={"ps": {"cpu": 0}}))
 
 
-def test_missing_devices_are_reported_by_the_check_of_maps(events: list[Any]) -> None:
+def test_check_of_maps_reports_missing_devices(events: list[Any]) -> None:
     context.make_contexts(UcxRpcBackendOptions(devices=[0, 2]))
     assert events == [torch.device("cuda:0")]
 

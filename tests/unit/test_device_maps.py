@@ -84,10 +84,10 @@ def test_a_worker_uses_the_devices_that_it_names() -> None:
     assert devices_in_use(record("a", devices=[CUDA1, CUDA0]), {"b": {CUDA0: CPU}}) == [CUDA0, CUDA1]
 
 
-# ---- Whether they fit ------------------------------------------------------------------------------------------------
+# ---- Whether maps fit ------------------------------------------------------------------------------------------------
 
 
-def test_maps_with_the_cpu_and_several_devices_to_one_fit() -> None:
+def test_several_devices_may_map_to_one_and_to_the_cpu() -> None:
     members = [
         record("a", device_maps={"b": {CPU: CUDA0, CUDA0: CUDA0, CUDA1: CPU}}),
         record("b", device_maps={"a": {CUDA0: CUDA1}}, reply_device_maps={"a": {CUDA0: CPU}}),

@@ -43,14 +43,14 @@ def test_a_bound_needs_the_pool_that_it_bounds() -> None:
         device_pool.check(options, "ps")
 
 
-def test_without_rmm_its_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_rmm_names_its_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rmm", None)
     with pytest.raises(ImportError, match=r"needs RMM.*pip install rmm-cu1\d"):
         device_pool.check(UcxRpcBackendOptions(device_pool="rmm"), "ps")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_worker_is_named(rmm: Any) -> None:
+def test_error_without_a_gpu_names_the_worker(rmm: Any) -> None:
     # The address has no server, so an attempt to connect would fail.
     options = UcxRpcBackendOptions(device_pool="rmm", init_method="tcp://localhost:1")
     with pytest.raises(JoinFailed, match=r"there is none for worker 'ps'.*Leave device_pool out"):
@@ -111,7 +111,7 @@ def test_the_users_resource_stays(rmm: Any) -> None:
         device_pool.prepare_resource(DEVICE, 2**30)
 
 
-# ---- Whose memory it is --------------------------------------------------------------------------------------------
+# ---- Whose memory is used ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

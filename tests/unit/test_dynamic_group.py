@@ -61,7 +61,7 @@ def test_a_lost_member_is_not_asked_after_another_took_its_rank() -> None:
 
 
 @pytest.mark.parametrize("fate", ["leaves", "is lost by others"])
-def test_a_newcomer_waits_for_a_silent_member_others_have(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newcomer_waits_for_a_silent_member_that_others_have(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_group, "_DOUBTED_S", 0.001)
     store = HashStore()
     others = MemberList(store, silent := record(1, 0, boot_id="another machine"), None)
@@ -75,7 +75,7 @@ def test_a_newcomer_waits_for_a_silent_member_others_have(fate: str, monkeypatch
     group.meet(Deadline(10))
 
 
-def test_of_two_entries_of_one_name_the_earlier_is_replaced() -> None:
+def test_a_later_entry_of_a_name_replaces_the_earlier_one() -> None:
     store, elsewhere = HashStore(), "another machine"
     first, second = (record(1, 0, boot_id=elsewhere, in_doubt=True) for _ in range(2))
     for one in (first, second):

@@ -73,7 +73,7 @@ def test_a_role_gives_the_name() -> None:
     assert find_launch({**TORCHRUN, "ROLE_NAME": "trainer", "ROLE_RANK": "1"}).name == "trainer1"
 
 
-def test_open_mpi_tells_the_host_only_where_there_is_one() -> None:
+def test_open_mpi_gives_the_host_only_of_a_job_on_one_host() -> None:
     launch = find_launch(OPEN_MPI_4)
     assert (launch.rank, launch.world_size, launch.hosts) == (1, 3, ())
     assert find_launch({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}).hosts == ("127.0.0.1",)
@@ -89,7 +89,7 @@ def test_srun_has_rank_0_on_the_first_node_of_the_step() -> None:
     assert (launch.rank, launch.world_size, launch.name, launch.hosts) == (2, 3, "worker2", ("n3",))
 
 
-def test_the_size_is_the_steps_and_not_the_jobs() -> None:
+def test_size_is_that_of_the_step_not_of_the_job() -> None:
     assert find_launch({**SRUN, "SLURM_NTASKS": "16"}).world_size == 3
 
 
@@ -117,7 +117,7 @@ def test_a_batch_script_is_refused_naming_srun(step: dict[str, str]) -> None:
         (SRUN, {"PMI_RANK": "2", "PMI_SIZE": "3"}, "Slurm"),
     ],
 )
-def test_the_innermost_launcher_is_believed(inner: dict, outer: dict, launcher: str) -> None:
+def test_the_innermost_launcher_counts(inner: dict, outer: dict, launcher: str) -> None:
     assert find_launch({**outer, **inner}).launcher == launcher
 
 
@@ -145,7 +145,7 @@ def test_impossible_variables_are_named(environ: dict[str, str], error: str) -> 
         find_launch(environ)
 
 
-def test_half_of_the_plain_variables_may_repeat_the_launchers() -> None:
+def test_plain_world_size_may_repeat_the_launchers() -> None:
     assert find_launch({**SRUN, "WORLD_SIZE": "3"}).launcher == "Slurm"
 
 
@@ -164,7 +164,7 @@ def test_first_host_of_a_compressed_list(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
 
 
-def test_a_job_has_fixed_ports_and_other_jobs_have_others() -> None:
+def test_each_job_has_fixed_ports_of_its_own() -> None:
     numbers = itertools.product("12", "01")
     steps = [find_launch({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job, step in numbers]
     ports = [ports_of(launch.job) for launch in steps]
@@ -173,5 +173,5 @@ def test_a_job_has_fixed_ports_and_other_jobs_have_others() -> None:
     assert all(16_384 <= port < 32_768 for candidates in ports for port in candidates)
 
 
-def test_a_job_that_slurm_has_requeued_is_another_one() -> None:
+def test_a_job_requeued_by_slurm_counts_as_another_job() -> None:
     assert find_launch(SRUN).job != find_launch({**SRUN, "SLURM_RESTART_COUNT": "1"}).job

@@ -318,7 +318,7 @@ def test_a_silent_member_is_out_after_the_limit() -> None:
     assert line.ranks(0) == line.ranks(1) == [0, 1]
 
 
-def test_a_deciders_death_beside_a_hung_member_costs_the_limit() -> None:
+def test_after_a_deciders_death_a_hung_member_costs_the_limit() -> None:
     line = Line(4)
     line.away = {line.members[3]}
     line.kill(0)
@@ -328,7 +328,7 @@ def test_a_deciders_death_beside_a_hung_member_costs_the_limit() -> None:
 
 
 @pytest.mark.parametrize("has_newcomer", [False, True])
-def test_a_survivor_that_hung_before_founds_or_joins(has_newcomer: bool) -> None:
+def test_a_survivor_that_was_hung_founds_a_group_or_joins(has_newcomer: bool) -> None:
     line = Line(3)
     first = Epoch(2, line.members, line.members[0])
     line.machines = {one: Epochs(one, LIMIT, line.now, first) for one in line.members}
@@ -381,7 +381,7 @@ def test_a_decider_that_is_heard_again_has_no_rival(cut_off: float) -> None:
     assert line.ranks(0) == ([0] if line[1].is_out else [0, 1])
 
 
-def test_a_member_that_comes_back_is_another_one() -> None:
+def test_a_member_that_comes_back_is_a_new_member() -> None:
     line = Line(3)
     line.away = {line.members[1]}
     line.wait(2 * LIMIT)

@@ -44,7 +44,7 @@ def test_difference_plus_the_earlier_snapshot_is_the_later() -> None:
     assert later - later == Latencies((), 0.0)
 
 
-def test_calls_within_a_buckets_end_are_in_it_or_before() -> None:
+def test_count_up_to_a_buckets_end_includes_that_bucket() -> None:
     latencies = Latencies((1, 2, 4), 10.0)
     assert [latencies.at_most_us(end) for end in BUCKET_ENDS_US[:4]] == [1, 3, 7, 7]
     assert latencies.at_most_us(BUCKET_ENDS_US[1] - 0.001) == 1

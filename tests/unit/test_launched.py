@@ -56,7 +56,7 @@ def test_explicit_arguments_win(started: list, monkeypatch: pytest.MonkeyPatch) 
     assert started == [("worker1", 1, 4), ("ps", 1, 4), ("worker2", 2, 4), ("worker1", 1, 0), ("x", 0, 9)]
 
 
-def test_an_explicit_rank_has_no_role(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_rank_ignores_the_role(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in {"RANK": "5", "WORLD_SIZE": "8", "ROLE_NAME": "trainer", "ROLE_RANK": "3"}.items():
         monkeypatch.setenv(variable, value)
     torch_ucx_rpc.init_rpc()
@@ -130,7 +130,7 @@ def ports() -> Iterator[tuple[int, int]]:
 
 
 def meet(address: JobAddress) -> tuple[TCPStore, TCPStore]:
-    """Return the Stores of rank 0 and of rank 1, which begins to look for rank 0 first."""
+    """Return the Stores of rank 0 and of rank 1. Rank 1 looks for rank 0 before rank 0 starts."""
     found: list[TCPStore] = []
     looking = threading.Thread(target=lambda: found.append(open_job_store(address, 1, 2, 20)))
     looking.start()
@@ -157,7 +157,7 @@ def test_two_jobs_with_the_same_ports_do_not_meet(ports: tuple[int, int]) -> Non
     assert served.port == found.port == ports[1]
 
 
-def test_rank_0_is_looked_for_on_all_hosts_where_it_may_be(ports: tuple[int, int]) -> None:
+def test_workers_look_for_rank_0_on_all_its_possible_hosts(ports: tuple[int, int]) -> None:
     served, found = meet(JobAddress("job", ("nowhere.invalid", "127.0.0.1"), ports))
     assert served.port == found.port
 

@@ -1,4 +1,4 @@
-"""Through this port workers on other hosts see that a process has ended."""
+"""The lifeline: a port by which workers on other hosts see that a process has ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_connections_last_as_long_as_the_lifeline(line: Lifeline) -> None:
             connected(line)
 
 
-def test_there_is_no_lifeline_where_nobody_is_on_another_host() -> None:
+def test_workers_on_one_host_have_no_lifeline() -> None:
     assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)) is None
     assert open_lifeline(HashStore()) is None
 

@@ -68,7 +68,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
         if before:
             before[0].strike(before[1])
         before = own, place
-    # Three places: of rank 0, which stays, of a worker that has left since, and of the last worker.
+    # Three places: rank 0, which stays; a worker that has left since; and the last worker.
     assert max(reads) <= 3
 
 
@@ -95,7 +95,7 @@ def test_place_of_a_worker_that_died_early_is_awaited_once(store: Store, monkeyp
     begin = time.monotonic()
     assert join(store, 2)[2] == [0]
     assert time.monotonic() - begin >= 0.5
-    # With and without a compaction, nobody waits for that place again.
+    # With and without a compaction, no worker waits for that place again.
     raw(store).set("compacted", "")
     monkeypatch.setattr(member_list, "_WRITING_S", 600.0)
     assert join(store, 3)[2] == [0, 2]

@@ -168,7 +168,7 @@ def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(("size", "longest"), [(2, 0.01), (24, 0.024), (64, 0.064), (5000, 1.0)])
 def test_pauses_between_questions_stay_short(monkeypatch: pytest.MonkeyPatch, size: int, longest: float) -> None:
-    # All workers together ask about 1,000 times a second. A worker notices the last one after this pause at the latest.
+    # All workers together ask about 1,000 times a second. A worker notices the last arrival within one pause.
     pauses: list[float] = []
     monkeypatch.setattr(members.time, "sleep", pauses.append)
     for _ in itertools.islice(members.ask_again(size, Deadline(60)), 20):

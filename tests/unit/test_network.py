@@ -40,14 +40,14 @@ def test_the_users_choice_is_kept(store: TCPStore, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("interface", [None, "lo"])
-def test_an_unhelpful_route_leaves_the_choice_to_ucx(
+def test_without_a_helpful_route_ucx_chooses(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, interface: str | None
 ) -> None:
     leads_to(monkeypatch, interface)
     assert network.default_devices(store, "libucp.so") == ""
 
 
-def test_no_address_leaves_the_choice_to_ucx(tmp_path: Path) -> None:
+def test_without_an_address_ucx_chooses(tmp_path: Path) -> None:
     assert network.default_devices(FileStore(str(tmp_path / "store"), 1), "libucp.so") == ""
     assert network.default_devices(HashStore(), "libucp.so") == ""
 
@@ -79,7 +79,7 @@ def test_this_host_is_reached_by_the_loopback_interface() -> None:
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
 
 
-def test_an_unknown_name_leads_nowhere() -> None:
+def test_an_unknown_name_has_no_interface() -> None:
     assert network.interface_to("no-such-host.invalid") is None
 
 

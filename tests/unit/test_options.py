@@ -79,7 +79,7 @@ def test_options_do_not_equal_other_objects() -> None:
     assert UcxRpcBackendOptions() != {}
 
 
-def test_options_can_be_the_key_that_torch_makes_of_them() -> None:
+def test_options_can_be_a_dict_key_as_torch_uses_them() -> None:
     options = UcxRpcBackendOptions()
     keyed = {options: "found"}
     options.rpc_timeout = 7
@@ -115,7 +115,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert repr(options) == repr(UcxRpcBackendOptions(num_worker_threads=3, rpc_timeout=2))
 
 
-def test_no_limit_is_a_timeout_of_zero() -> None:
+def test_a_timeout_of_zero_is_accepted() -> None:
     assert UcxRpcBackendOptions(rpc_timeout=0).rpc_timeout == 0
 
 
@@ -130,7 +130,7 @@ def test_no_limit_is_a_timeout_of_zero() -> None:
         ({"rpc_timeout": 600, "init_timeout": 0}, 0),
     ],
 )
-def test_the_start_has_at_least_a_minute_unless_it_is_given_less(given: dict[str, float], seconds: float) -> None:
+def test_init_timeout_is_at_least_a_minute_by_default(given: dict[str, float], seconds: float) -> None:
     assert _start._init_timeout(UcxRpcBackendOptions(**given)) == seconds  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def test_records_that_differ_in_everything_survive() -> None:
     assert unpack(pack(records)) == records
 
 
-def test_names_by_rank_and_others_survive() -> None:
+def test_names_with_and_without_ranks_survive() -> None:
     for names in (["worker0", "worker1"], ["0", "1"], ["a", "b"], ["worker1", "worker0"], ["w00", "w01"]):
         records = [record(rank, 2, name=name) for rank, name in enumerate(names)]
         assert [one.name for one in unpack(pack(records))] == names

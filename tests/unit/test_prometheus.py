@@ -32,7 +32,7 @@ def test_a_port_beyond_the_last_one_is_refused() -> None:
         prometheus.serve(65_000, 1000, nothing_yet)
 
 
-def test_without_prometheus_client_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_prometheus_client_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(JoinFailed, match=r"pip install prometheus_client"):
         prometheus.serve(0, 0, nothing_yet)

@@ -63,8 +63,8 @@ class Trainer:
 class World:
     """Trainers, a decider among them, and a host that sums. Messages arrive in any order, or after their epoch.
 
-    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. The same holds
-    for all trainers in one step of an opening.
+    The rule: trainers of one epoch with the same step and the same commit have applied the same sums. So have all
+    trainers in one step of an opening.
     """
 
     def __init__(self, seed: int) -> None:
@@ -360,7 +360,7 @@ def test_a_step_waits_for_a_silent_host_that_keeps_parameters() -> None:
 
 
 @pytest.mark.parametrize("former", [(NEVER, NEVER), (5, 77)], ids=["newcomer", "fallen_behind"])
-def test_nobody_begins_anew_while_one_outside_may_have_the_state(former: tuple[int, int]) -> None:
+def test_model_waits_while_an_outside_worker_may_have_its_state(former: tuple[int, int]) -> None:
     may_have = True
     reports = {"t0": Report(1, former=former), "t1": Report(1)}
     ranks = {name: int(name[1:]) for name in reports}

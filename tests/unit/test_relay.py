@@ -125,7 +125,7 @@ silent: list[list[socket.socket]] = []
 
 
 @pytest.mark.parametrize("fault", [end, send_other_bytes, send_half, keep_silent])
-def test_the_store_has_what_a_relay_does_not_send(
+def test_workers_read_the_store_if_a_relay_does_not_send(
     monkeypatch: pytest.MonkeyPatch, readers: list[int], fault: Any
 ) -> None:
     monkeypatch.setattr(relay, "_PATIENCE_S", 0.5)
@@ -148,7 +148,9 @@ def test_the_store_has_what_a_relay_does_not_send(
         json.dumps({"places": ["no/listener", "\ud800", "x" * 1000, ["127.0.0.1", 1], ["::1", -1]]}),
     ],
 )
-def test_a_forged_place_leads_to_the_store(monkeypatch: pytest.MonkeyPatch, readers: list[int], entry: str) -> None:
+def test_workers_with_forged_places_read_the_store(
+    monkeypatch: pytest.MonkeyPatch, readers: list[int], entry: str
+) -> None:
     write = members.write_entry
 
     def write_or_forge(values: dict[str, Any], secret: Secret | None) -> str:

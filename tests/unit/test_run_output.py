@@ -46,7 +46,7 @@ def test_written_output_is_known_after_catching_up(monkeypatch: pytest.MonkeyPat
     output.close()
 
 
-def test_silent_workers_delay_no_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_workers_do_not_delay_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "_CATCHING_UP_S", 3600)
     output = WorkerOutput(None)
     # A restarted worker has the same pipe.

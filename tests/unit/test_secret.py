@@ -40,7 +40,7 @@ def is_loaded(secret_file: Path | None = None) -> bool:
     return secret is not None and secret.tag("text") == SECRET.tag("text")
 
 
-# ---- Where it comes from ---------------------------------------------------------------------------------------------
+# ---- Where a secret comes from ---------------------------------------------------------------------------------------
 
 
 def test_without_option_and_variable_there_is_no_secret() -> None:

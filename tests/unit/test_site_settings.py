@@ -39,7 +39,7 @@ def test_transports_without_a_network_are_refused(transports: str) -> None:
         "ud",
     ],
 )
-def test_transports_that_reach_a_worker_are_the_users_choice(transports: str) -> None:
+def test_transports_that_reach_a_worker_cause_no_warning(transports: str) -> None:
     assert told(UCX_TLS=transports) == []
 
 
@@ -54,14 +54,14 @@ def test_without_peer_errors_shared_memory_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(("handling", "stops"), [("bt", False), ("none", False), ("bt,freeze", True), ("debug", True)])
-def test_a_crash_that_stops_the_process_is_warned_of(handling: str, stops: bool) -> None:
+def test_error_handling_that_stops_a_worker_causes_a_warning(handling: str, stops: bool) -> None:
     assert [
         problem.startswith(f"with UCX_HANDLE_ERRORS={handling} a worker")
         for problem, _ in told(UCX_HANDLE_ERRORS=handling)
     ] == [True] * stops
 
 
-def test_connecting_that_blocks_is_warned_of() -> None:
+def test_blocking_connects_cause_a_warning() -> None:
     [(problem, is_fatal)] = told(UCX_TCP_CONN_NB="n")
     assert "holds up all other calls" in problem
     assert not is_fatal

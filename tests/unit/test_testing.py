@@ -48,7 +48,7 @@ def test_without_options_no_fault_happens() -> None:
         ({"num_fail_send": 1}, TypeError, "did you mean num_fail_sends"),
     ],
 )
-def test_mistakes_are_errors_that_name_them(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_errors_name_the_mistake(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         FaultyUcxRpcBackendOptions(**arguments)
 

@@ -54,16 +54,14 @@ def test_wait_raises_the_exception_of_the_future(blocking: bool) -> None:
         torch_ucx_rpc.wait(future, blocking=blocking)
 
 
-def test_the_current_stream_of_each_device_is_waited_for_once(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_synchronizes_the_stream_of_each_device_once(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [torch.device("cuda", 0), torch.device("cuda", 2)]
     monkeypatch.setattr(_C, "devices_of", lambda future: devices)
     assert torch_ucx_rpc.wait(done(7), blocking=True) == 7
     assert streams.synchronized == devices
 
 
-def test_no_stream_is_waited_for_before_the_value_is_there(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_synchronizes_no_stream_before_the_value_exists(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "devices_of", lambda future: [torch.device("cuda", 0)])
     future: torch.futures.Future[int] = torch.futures.Future()
     seen: list[list[torch.device]] = []
@@ -73,7 +71,7 @@ def test_no_stream_is_waited_for_before_the_value_is_there(streams: Streams, mon
     assert len(streams.synchronized) == 1
 
 
-def test_without_blocking_no_stream_is_waited_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_without_blocking_synchronizes_no_stream(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "devices_of", lambda future: [torch.device("cuda", 0)])
     assert torch_ucx_rpc.wait(done(7)) == 7
     assert not streams.synchronized

@@ -107,7 +107,7 @@ class Container:
 def _new_tmp() -> list[str]:
     """Return commands that mount a new ``/tmp`` with only the needed folders of the old one.
 
-    All users can enter the new parents of these folders. Those of ``mktemp -d`` would be private.
+    All users can enter the new parents of these folders. Folders of ``mktemp -d`` would be private.
     """
     kept = [folder for folder in _NEEDED if _TMP in folder.parents]
     kept = [folder for folder in kept if not set(kept) & set(folder.parents)]

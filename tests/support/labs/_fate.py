@@ -37,7 +37,7 @@ class Fate:
 
         For workers.
         """
-        # A path is visible in every network namespace.
+        # A Unix socket with a path can be reached from every network namespace.
         with Client(self._address) as desk:
             desk.send((host, what, args))
             assert desk.recv() == "done"

@@ -52,7 +52,7 @@ def process_context() -> multiprocessing.context.ForkServerContext:
 
 
 def _has_cuda() -> bool:
-    """Whether this torch is built for GPUs. No driver is asked."""
+    """Return whether this torch is built for GPUs, without asking a driver."""
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
@@ -82,7 +82,8 @@ def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
 def stop(pid: int) -> None:
     """Stop a process, and return when all its threads have stopped. SIGCONT continues it.
 
-    The signal stops the threads only when one of them gets a core and handles it. Until then others may answer calls.
+    The signal stops the threads only when one of them gets a core and handles it. Until then other threads may answer
+    calls.
     """
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()), f"{pid} has stopped")

@@ -12,7 +12,7 @@ _HARMLESS_S = 0.05  # waits for the GIL and for a processor
 class Stalls:
     """Measures, during a ``with``, by how much a sleeping thread of this process oversleeps.
 
-    A busy machine causes stalls. A test may let a time exceed its bound by as much.
+    A busy machine causes stalls. A test may let a time exceed its bound by the sum of the stalls.
     """
 
     def __init__(self) -> None:
