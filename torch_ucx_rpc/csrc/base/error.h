@@ -25,8 +25,8 @@ enum class ErrorCode : uint8_t {
 // healthy. So it must not mark the peer dead, and a later attempt may work. Only the peer's own error or silence marks
 // it dead.
 //
-// kOutOfMemory is local, although a rendezvous also completes with it when the receiver has no memory: the receiver is
-// alive then. kInternal is not local: another attempt would fail too.
+// kOutOfMemory is local. A rendezvous also completes with it if the receiver has no memory, but that receiver is alive.
+// kInternal is not local: another attempt would fail too.
 //
 // A table before Outbox::finish() says what follows for each kind of message.
 constexpr bool isLocal(ErrorCode code) {
@@ -54,7 +54,7 @@ constexpr bool isLocal(ErrorCode code) {
 class [[nodiscard]] Error {
  public:
   Error() = default;
-  // `cause` is the part of the message that says how the failure was seen, for programs that want it alone.
+  // `cause` is the part of the message that says how the failure was noticed. Programs may want it alone.
   Error(ErrorCode code, std::string message, std::string cause = {})
       : code_(code), message_(std::move(message)), cause_(std::move(cause)) {}
 

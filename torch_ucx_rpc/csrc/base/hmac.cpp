@@ -36,7 +36,7 @@ struct Libcrypto {
 };
 
 void* openLibrary() {
-  // A library that the process has loaded already is preferred to a newer one on the disk.
+  // Prefers a library that the process has already loaded to a newer one on the disk.
   for (const int how : {RTLD_NOLOAD, 0}) {
     for (const char* soname : {"libcrypto.so.4", "libcrypto.so.3"}) {
       if (void* library = dlopen(soname, RTLD_LAZY | RTLD_LOCAL | how)) {
@@ -73,7 +73,7 @@ Libcrypto::Libcrypto() {
 }
 
 const Libcrypto& libcrypto() {
-  static const Libcrypto library; // throws again the next time if it could not be made
+  static const Libcrypto library; // if its constructor throws, the next call tries again
   return library;
 }
 

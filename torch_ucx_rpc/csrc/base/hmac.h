@@ -9,10 +9,10 @@
 
 namespace torch_ucx_rpc {
 
-// HMAC-SHA256 (RFC 2104) with one key. OpenSSL's libcrypto computes it, version 3 or newer.
+// HMAC-SHA256 (RFC 2104) with one key. OpenSSL's libcrypto, version 3 or newer, computes it.
 //
 // The first use loads libcrypto by its soname. So a process without secrets needs no libcrypto, and the build needs no
-// OpenSSL headers. A copy that the process has already loaded, for Python's hashlib for instance, is preferred to the
+// OpenSSL headers. Hmac prefers a copy that the process has already loaded, for Python's hashlib for instance, to the
 // system's.
 //
 // Not thread-safe: use one for each thread, or a lock.
@@ -21,7 +21,7 @@ class Hmac {
   // The leftmost half of the output, the shortest that RFC 2104 advises.
   using Tag = std::array<std::byte, 16>;
 
-  // Throws std::runtime_error, which names the cure, if there is no libcrypto.
+  // Throws std::runtime_error if there is no suitable libcrypto. The text says what to install.
   explicit Hmac(std::string_view key);
 
   // Returns the tag of the parts, one after another. The tag does not cover the borders between the parts, so the

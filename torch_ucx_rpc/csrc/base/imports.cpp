@@ -19,7 +19,7 @@ constexpr uint64_t kCallSlot = R_X86_64_JUMP_SLOT, kDataSlot = R_X86_64_GLOB_DAT
 #elif defined(__aarch64__)
 constexpr uint64_t kCallSlot = R_AARCH64_JUMP_SLOT, kDataSlot = R_AARCH64_GLOB_DAT;
 #else
-constexpr uint64_t kCallSlot = ~uint64_t{0}, kDataSlot = ~uint64_t{0}; // nothing is replaced
+constexpr uint64_t kCallSlot = ~uint64_t{0}, kDataSlot = ~uint64_t{0}; // replaceImports() replaces nothing
 #endif
 
 // The imports of one library.
@@ -38,14 +38,14 @@ bool contains(const dl_phdr_info& library, const void* address) {
   return false;
 }
 
-// The slot may be in memory that the loader made read-only after it had filled it.
+// The loader may have made the slot's page read-only after it had filled the slot.
 bool overwrite(void** slot, void* value, bool isReadOnly) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   void* const start = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(slot) / page * page);
   if (isReadOnly && mprotect(start, page, PROT_READ | PROT_WRITE) != 0) {
     return false;
   }
-  __atomic_store_n(slot, value, __ATOMIC_RELEASE); // other threads may be calling it
+  __atomic_store_n(slot, value, __ATOMIC_RELEASE); // other threads may be calling through the slot
   if (isReadOnly) {
     (void)mprotect(start, page, PROT_READ);
   }
@@ -76,7 +76,7 @@ class Library {
     if (symbols_ != nullptr && names_ != nullptr) { // else there are no names to look for
       replaceIn(slotsAt(DT_JMPREL, DT_PLTRELSZ), imports);
       const std::span<const ElfW(Rela)> slots = slotsAt(DT_RELA, DT_RELASZ);
-      replaceIn(slots.subspan(std::min(valueOf(DT_RELACOUNT), slots.size())), imports); // the first have no symbol
+      replaceIn(slots.subspan(std::min(valueOf(DT_RELACOUNT), slots.size())), imports); // the first ones have no symbol
     }
   }
 
@@ -89,7 +89,7 @@ class Library {
   // Null where the library has no such table.
   template <typename Entry>
   const Entry* tableAt(int64_t tag) const {
-    // glibc has turned offsets into addresses, other loaders leave them.
+    // glibc has turned these offsets into addresses. Other loaders leave them as offsets.
     const uint64_t value = valueOf(tag);
     return value == 0 ? nullptr : reinterpret_cast<const Entry*>(value < base_ ? base_ + value : value);
   }
@@ -99,7 +99,8 @@ class Library {
     return {slots, slots != nullptr ? valueOf(tagOfBytes) / sizeof(ElfW(Rela)) : 0};
   }
 
-  // libc's symbols have a version. Most of torch's 40,000 imports have none: to read their names takes 3 ms.
+  // libc's symbols have a version. Most of torch's 40,000 imports have none. This test saves the 3 ms that reading
+  // their names takes.
   bool mayBeOfLibc(size_t symbol) const {
     constexpr uint16_t kHidden = 0x8000;
     return versions_ == nullptr || (versions_[symbol] & ~kHidden) > VER_NDX_GLOBAL;
@@ -124,7 +125,7 @@ class Library {
   }
 
   const uintptr_t base_;
-  uintptr_t readOnlyFrom_ = 0; // since the loader was done
+  uintptr_t readOnlyFrom_ = 0; // made read-only by the loader
   uintptr_t readOnlyTo_ = 0;
   std::unordered_map<int64_t, uint64_t> dynamic_; // the entries of its dynamic section, by tag
   const ElfW(Sym) * symbols_;

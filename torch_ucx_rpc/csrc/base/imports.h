@@ -11,9 +11,9 @@ struct Import {
   bool isReplaced = false;
 };
 
-// Replaces functions that one library of this process imports, for that library alone, in the loader's table.
-// `ofTheLibrary` is any function of that library. Returns true if each import was replaced. Thread-safe: other threads
-// may be calling the functions.
+// Replaces functions that one library of this process imports, in the loader's table. The functions of other libraries
+// stay as they are. `ofTheLibrary` is any function of that one library. Returns true if each import was replaced.
+// Thread-safe: other threads may be calling the functions.
 bool replaceImports(const void* ofTheLibrary, std::span<Import> imports);
 
 } // namespace torch_ucx_rpc

@@ -2,8 +2,8 @@
 
 namespace torch_ucx_rpc {
 
-// A list of items that are linked through their members `before` and `after`. It needs no memory, so UCX's callbacks
-// may change it. An item is in one list at most.
+// A list of items that are linked through their members `before` and `after`. It allocates no memory, so UCX's
+// callbacks may change it. An item is in one list at most.
 template <class T>
 class IntrusiveList {
  public:

@@ -15,7 +15,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Parts of the names of kernel functions in which a thread waits within a system call, in Linux 4.18 to 6.18.
+// Parts of the names of kernel functions in which a system call waits, in Linux 4.18 to 6.18.
 constexpr std::array<std::string_view, 15> kWaits = {
     "futex",
     "poll",
@@ -83,8 +83,9 @@ bool isInSystemCall(const std::string& directory) {
     const long number = std::strtol(call->c_str(), &end, 10);
     return end != call->c_str() && number >= 0 && number != SYS_ioctl;
   }
-  // Reading `syscall` takes the right to trace the thread, which Yama denies to siblings on many systems. Reading the
-  // name of the kernel function in which it waits takes only the right to read. It is "0" if hidden.
+  // Reading `syscall` requires the right to trace the thread. Yama denies that right to siblings on many systems.
+  // Reading `wchan`, the kernel function in which the thread waits, requires only the right to read. A hidden `wchan`
+  // is "0".
   const std::string function = readProcFile(directory + "/wchan").value_or("");
   const std::optional<ProcStat> stat = readProcStat(directory);
   return stat && stat->state == 'S' &&

@@ -16,15 +16,16 @@ struct ProcStat {
   uint64_t startTicks = 0; // field 22, since boot, in the same units
 };
 
-// Reads "/proc/PID/stat" or "/proc/PID/task/TID/stat", given the folder. Returns nothing if the file is not there.
+// Reads the file `stat` of `directory`, which is "/proc/PID" or "/proc/PID/task/TID". Returns nothing if the file is
+// not there.
 std::optional<ProcStat> readProcStat(const std::string& directory);
 
 // Reads the text of a file under /proc. Returns nothing if it cannot be read; errno says why.
 std::optional<std::string> readProcFile(const std::string& path);
 
-// Whether a thread is known to wait in a system call, so that its own code is not in the middle of writing to memory. A
-// thread that sleeps elsewhere may be: a page fault, a frozen cgroup or a stop can interrupt it anywhere. Takes the
-// folder "/proc/PID/task/TID". Calls of device drivers (ioctl) do not count, because they carry out copies from
+// Returns true if a thread is known to wait in a system call. Its own code is then not in the middle of a write to
+// memory. A thread that sleeps elsewhere may be: a page fault, a frozen cgroup or a stop can interrupt it anywhere.
+// `directory` is "/proc/PID/task/TID". Calls of device drivers (ioctl) do not count, because they carry out copies from
 // devices.
 bool isInSystemCall(const std::string& directory);
 

@@ -17,7 +17,7 @@ namespace torch_ucx_rpc::trace {
 
 namespace {
 
-// The most spans of a thread: 12 MB, and some 60,000 calls. Later spans are dropped.
+// The most spans that a thread keeps: 12 MB, or some 60,000 calls. It drops later spans.
 constexpr size_t kMaxSpans = 256 * 1024;
 
 struct Record {
@@ -47,7 +47,7 @@ std::vector<std::shared_ptr<Buffer>>& buffers() {
   return *all;
 }
 
-// Shared with the list, because many threads end before write().
+// Returns this thread's buffer. The list shares it, because many threads end before write().
 Buffer& threadBuffer() {
   thread_local const std::shared_ptr<Buffer> mine = [] {
     auto made = std::make_shared<Buffer>();
@@ -150,7 +150,7 @@ void write(const std::string& process) {
     std::perror("torch_ucx_rpc: cannot write TORCH_UCX_RPC_TRACE");
     return;
   }
-  // Processes take turns. The array is never closed: the format allows that.
+  // Processes take turns to append. No process closes the JSON array: the format allows that.
   struct stat status{};
   if (flock(fd, LOCK_EX) == 0 && fstat(fd, &status) == 0 && status.st_size == 0) {
     text.insert(0, "[\n");

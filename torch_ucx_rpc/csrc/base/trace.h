@@ -7,9 +7,9 @@
 namespace torch_ucx_rpc::trace {
 
 // Shows where the time of a call goes. With TORCH_UCX_RPC_TRACE=FILE, every process appends its spans to that file when
-// its agent shuts down, in Chrome's trace event format (https://ui.perfetto.dev reads it). The spans of one call carry
-// its id on both sides, and arrows lead from one process to the other. Processes of one machine share a clock; the
-// clocks of several machines may differ. Without the variable and a recorder, a span costs a few tests.
+// its agent shuts down. The file has Chrome's trace event format, which https://ui.perfetto.dev reads. The spans of one
+// call carry its id on both sides, and arrows lead from one process to the other. Processes of one machine share a
+// clock; the clocks of several machines may differ. Without the variable and a recorder, a span costs a few branches.
 //
 // If a recorder is set, it gets each span too. torch's profiler is one (rpc/profiled_spans.h).
 //
@@ -60,7 +60,7 @@ class Span {
   Span(const Span&) = delete;
   Span& operator=(const Span&) = delete;
 
-  // For a call that has no id yet when the span begins.
+  // Sets the call of a span that began before the call had an id.
   void belongsTo(CallId call) {
     call_ = call;
   }
@@ -77,10 +77,10 @@ class Span {
   const char* const name_;
   const Arrow arrow_;
   int64_t began_ = 0;
-  void* begun_ = nullptr; // by the recorder
+  void* begun_ = nullptr; // what the recorder's `begin` returned
 };
 
-// Appends the spans since the last call. The reader sees `process` as the name of this process.
+// Appends the spans since the previous write(). The reader sees `process` as the name of this process.
 void write(const std::string& process);
 
 } // namespace torch_ucx_rpc::trace

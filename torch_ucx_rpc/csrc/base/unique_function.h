@@ -8,8 +8,8 @@
 namespace torch_ucx_rpc {
 
 // A callable that is moved, never copied, so that it can own what it needs (std::move_only_function is C++23).
-// Callables of up to kInlineBytes live inside it: queueing a small message allocates nothing. Calling an empty one is
-// an error; test it first. Not thread-safe.
+// Callables of up to kInlineBytes live inside it: queueing a small message allocates nothing. Calling an empty
+// UniqueFunction is an error: test it first. Not thread-safe.
 template <typename Signature>
 class UniqueFunction;
 

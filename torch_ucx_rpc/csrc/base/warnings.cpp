@@ -40,7 +40,7 @@ class Warnings {
     deliverer_ = getpid();
     try {
       std::thread([this] { deliver(); }).detach();
-    } catch (const std::system_error&) { // the system has no thread left
+    } catch (const std::system_error&) { // the system allows no more threads
       deliverer_ = 0;
       toLog(waiting_.back());
       waiting_.pop_back();
@@ -73,7 +73,7 @@ class Warnings {
         sentence += " (" + std::to_string(std::exchange(dropped_, 0)) + " warnings after this one are lost)";
       }
       const WarningReceiver receiver = receiver_;
-      lock.unlock(); // the receiver may wait for Python, and the thread that has its lock may be about to warn
+      lock.unlock(); // the receiver may wait for the GIL, whose holder may be about to warn
       receiver ? receiver(sentence) : toLog(sentence);
       lock.lock();
     }
@@ -86,7 +86,7 @@ class Warnings {
   WarningReceiver receiver_;
   std::deque<std::string> waiting_;
   size_t dropped_ = 0;
-  pid_t deliverer_ = 0; // the process whose thread delivers, while it does
+  pid_t deliverer_ = 0; // the process whose thread delivers now, or 0
   std::condition_variable delivered_;
 };
 

@@ -5,8 +5,8 @@
 
 namespace torch_ucx_rpc {
 
-// Warns the operator of the job, with one sentence without a full stop at its end. Any thread may call it with any lock
-// held: it never calls the receiver itself.
+// Warns the operator of the job. `sentence` is one sentence without a full stop at its end. Any thread may call warn()
+// with any lock held, because warn() never calls the receiver itself.
 void warn(std::string sentence);
 
 // Sends later warnings to `receiver`, one after another, on a thread that lives only while there are warnings. An empty
