@@ -17,12 +17,12 @@ using c10::impl::VirtualGuardImpl;
 
 namespace {
 
-// Streams are asked once this much has been released. Asking takes some 200 us, in which an H100 copies about this
-// much. Smaller amounts wait for the agent's timer.
+// The pool asks the streams once this much has been released. Asking takes some 200 us, in which an H100 copies about
+// this much. Smaller amounts wait for the agent's timer.
 constexpr uint64_t kMaxReleasedBytes = 256 * 1024 * 1024;
 constexpr size_t kMaxReleasedBlocks = 16;
 
-// Memory from entry points.
+// Memory that came from entry points.
 struct Allocation {
   DevicePool::EntryPoints from;
   void* data;
@@ -56,7 +56,7 @@ c10::DataPtr allocateFrom(const DevicePool::EntryPoints& entryPoints, size_t byt
 //   given back  giveBack()
 //   lost_       loseHeld(), or release() where no stream can be asked
 //
-// A thread that gives blocks back has taken them out of held_, and they still count until it has done so.
+// A thread takes blocks out of held_ before it gives them back. heldBytes_ counts each block until then.
 struct DevicePool::Block {
   DevicePool* pool;
   c10::Device device;
@@ -85,7 +85,7 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   const c10::Stream stream = streamOf(device);
   const c10::StreamGuard guard(stream);
   std::unique_lock lock(mutex_);
-  // Copied, because allocators are asked without the lock: they may wait for Python, or for the device.
+  // Copies the settings, to call the allocators without the lock: allocators may wait for Python, or for the device.
   const Source source = source_;
   const EntryPoints entryPoints = entryPoints_;
   const AllocatorOf allocatorOf = allocatorOf_;
@@ -95,11 +95,11 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
     return source == Source::kEntryPoints ? allocateFrom(entryPoints, bytes, stream)
                                           : allocatorOf(device.type())->allocate(bytes);
   };
-  if (source == Source::kTorch) { // it waits for recorded streams itself, so nothing is held back
+  if (source == Source::kTorch) { // this allocator waits for recorded streams itself
     return take();
   }
-  // Memory whose uses have ended by now can serve this allocation. Only batches are looked at: examine() would ask the
-  // streams, which takes too long to do for each allocation.
+  // Memory whose uses have ended by now can serve this allocation. giveBack() looks at batches only. examine() would
+  // also ask the streams, which takes too long for each allocation.
   if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
     giveBack();
   }
@@ -107,7 +107,7 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   try {
     block->data = take();
   } catch (const std::exception&) {
-    waitForHeld(); // the memory is there, and a stream still uses it
+    waitForHeld(); // held memory may suffice once the streams are done with it
     block->data = take();
   }
   inUseBytes_.fetch_add(bytes);
@@ -127,7 +127,7 @@ c10::DataPtr DevicePool::allocateBeside(c10::Device device, uint64_t bytes) {
 }
 
 void DevicePool::waitForHeld() {
-  // A thread that came first may have taken all that is held. When it releases this lock, that memory is back.
+  // An earlier thread may have taken all held memory. When it releases this lock, that memory is back.
   const std::lock_guard waiting(waiting_);
   std::vector<Batch> held;
   {
@@ -153,7 +153,7 @@ DeviceWork DevicePool::earlierWork(const Devices& devices) {
 c10::DataPtr DevicePool::allocateInOrder(c10::Device device, uint64_t bytes) {
   std::unique_lock lock(mutex_);
   c10::Allocator* const ofTorch = source_ == Source::kTorch ? allocatorOf_(device.type()) : nullptr;
-  lock.unlock(); // it may wait for Python, or for the device
+  lock.unlock(); // the allocator may wait for Python, or for the device
   if (ofTorch != nullptr) {
     return ofTorch->allocate(bytes);
   }
@@ -184,8 +184,7 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all of
-    // torch's streams.
+    // Asks a stream that torch has not made now, because it may be gone later. examine() asks all of torch's streams.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {
@@ -198,7 +197,7 @@ void DevicePool::release(void* context) {
   }
   std::unique_lock lock(pool.mutex_);
   pool.heldBytes_.fetch_add(bytes);
-  pool.inUseBytes_.fetch_sub(bytes); // after the other count, since collect() returns at once if both are 0
+  pool.inUseBytes_.fetch_sub(bytes); // after the other count, since isCollecting() is false if both are 0
   pool.releasedBytes_ += bytes;
   pool.released_.push_back(std::move(block));
   const bool isMuch = pool.releasedBytes_ >= kMaxReleasedBytes || pool.released_.size() >= kMaxReleasedBlocks;
@@ -208,7 +207,7 @@ void DevicePool::release(void* context) {
   }
 }
 
-// No stream can be asked any more whether it uses this memory. A leak is better than giving it to another tensor.
+// The pool can no longer ask whether a stream uses this memory. A leak is better than giving it to another tensor.
 void DevicePool::lose(std::unique_ptr<Block> block) {
   const std::lock_guard lock(mutex_);
   lost_.push_back(std::move(block));
@@ -312,7 +311,7 @@ c10::Stream DevicePool::streamOf(c10::Device device) {
 
 const Streams& DevicePool::streamsOf(c10::Device device) {
   const std::lock_guard lock(mutex_);
-  // The reference is used without the lock: entries do not change, and the map does not move them.
+  // Callers use the reference without the lock: entries do not change, and the map does not move them.
   const auto entry = allStreams_.find(device);
   return entry != allStreams_.end() ? entry->second : allStreams_.emplace(device, allStreams(device)).first->second;
 }

@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 
 // Device memory for tensors that arrive. The transport writes to it outside of any stream, so all earlier uses must be
 // over. Allocators order reuse by the stream on which memory was allocated, and do not wait for that stream. So the
-// pool allocates on a stream on which nothing else is done.
+// pool allocates on a stream that does nothing else.
 //
 // Torch's own allocator also waits for the streams that are recorded on memory, before it gives the memory out again.
 // Other allocators (RMM's, or one that has replaced torch's) know only the stream of the allocation. The pool holds
@@ -79,13 +79,12 @@ class DevicePool {
   // Allocates memory that may be written to in the order of the current stream.
   c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
 
-  // Host memory for bytes that are received for a device and copied there later. It is pinned if setPinned() was
-  // called, and from the host pool otherwise.
+  // Host memory for bytes that arrive for a device and are copied there later. It is pinned if setPinned() was called.
+  // Otherwise it comes from the host pool.
   void setPinned(AllocatePinned allocate);
   c10::DataPtr allocateStaging(c10::Device device, uint64_t bytes);
 
-  // Gives the allocator back the memory that need not be held back any longer, unless another thread is doing so. Does
-  // not wait.
+  // Gives memory whose uses are over back to the allocator, unless another thread is doing so. Does not wait.
   void collect();
 
   // From now on, gives nothing back and asks no device. Call it when the process ends: the allocator may be gone before
@@ -112,7 +111,7 @@ class DevicePool {
   static void release(void* block);
   void lose(std::unique_ptr<Block> block);
   void loseHeld(Blocks blocks);
-  // Asks the streams of each device once for all released blocks, which become a batch. Needs collecting_.
+  // Asks the streams of each device once for all its released blocks, which become a batch. Needs collecting_.
   void examine();
   void giveBack(); // needs collecting_
   void giveBack(Blocks blocks);

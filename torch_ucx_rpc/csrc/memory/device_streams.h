@@ -13,8 +13,8 @@
 
 namespace torch_ucx_rpc {
 
-// Devices other than the CPU, all of one type, and their streams. This file uses torch's device-generic interface
-// alone: nothing here knows CUDA. docs/gpu.md has the rules that it implements.
+// Devices other than the CPU, all of one type, and their streams. This file uses only torch's device-generic interface:
+// nothing here knows CUDA. docs/gpu.md has the rules that it implements.
 using Devices = std::vector<c10::Device>;
 using Streams = std::vector<c10::Stream>;
 
@@ -36,15 +36,15 @@ Streams allStreams(c10::Device device);
 Streams uncaptured(const Streams& streams);
 
 // Tells torch's allocator that memory is used on the current stream of its device. After the memory's release, the
-// allocator reuses it only once the stream has done the work that it had by then.
+// allocator reuses it only once the stream has done the work that it had at the release.
 void recordOnCurrentStream(const c10::DataPtr& data);
 
 // Makes a context current on the calling thread, once for each thread. UCX's CUDA transports need one on the thread
-// that drives them. A failure of the device is raised where the device is used, not here.
+// that drives them. It ignores a failing device: the code that uses the device reports the failure.
 void makeContextCurrent(const Devices& devices);
 
-// The error for torch's exception about a device, without its backtrace. Its cause may be work that ran on the device
-// long before. A device without memory has not failed: that is ErrorCode::kOutOfMemory.
+// The error for torch's exception about a device, without its backtrace. The cause may be work that ran on the device
+// long before. A lack of device memory is not a failed device: it becomes ErrorCode::kOutOfMemory.
 Error deviceFailed(const std::exception& failure);
 
 // The work that some streams had when the object was made; nothing if they were idle. Not thread-safe.

@@ -9,8 +9,8 @@
 
 namespace torch_ucx_rpc {
 
-// The devices of this worker that RPC uses besides the CPU, all of one type. Every message reads them, and they hardly
-// ever change. Thread-safe.
+// The devices of this worker that RPC uses besides the CPU, all of one type. Every message reads the list, which hardly
+// ever changes. Thread-safe.
 class DevicesInUse {
  public:
   // The reference stays valid, and its list unchanged, for as long as this object lives.
@@ -28,7 +28,7 @@ class DevicesInUse {
 
  private:
   std::mutex mutex_;
-  std::forward_list<Devices> lists_{{}}; // the latest first; guarded by mutex_, each list is constant
+  std::forward_list<Devices> lists_{{}}; // the latest first; guarded by mutex_; each list is constant
   std::atomic<const Devices*> latest_{&lists_.front()};
 };
 

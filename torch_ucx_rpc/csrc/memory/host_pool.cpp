@@ -25,7 +25,7 @@ size_t roundUp(size_t bytes, size_t to) {
   return (bytes + to - 1) / to * to;
 }
 
-// Maps `bytes` at an address that huge pages can back: more is mapped and the ends are given back.
+// Maps `bytes` at an aligned address. It maps more, and gives the ends back.
 void* mapAligned(size_t bytes, size_t alignment) {
   const size_t mapped = bytes + alignment;
   void* start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -134,8 +134,8 @@ void HostPool::giveBack(Block* block) {
 }
 
 HostPool::Block* HostPool::takeIdleLocked(size_t bytes) {
-  // The most recently returned block of the class is the warmest. The list is as long as the limit allows blocks of
-  // at least 64 KiB, and traffic mostly repeats its sizes: the match is near the front.
+  // The most recently returned block of the class is the warmest. The list may be long, but traffic mostly repeats its
+  // sizes. So the match is near the end, where the search begins.
   for (Block* block = idle_.last(); block != nullptr; block = block->before) {
     if (block->bytes == bytes) {
       removeIdleLocked(block);

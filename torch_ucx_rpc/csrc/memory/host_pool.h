@@ -12,13 +12,13 @@
 namespace torch_ucx_rpc {
 
 // Memory for large host tensors that arrive. Touching fresh pages costs three to four times as much as the copy itself.
-// So a block goes back to the pool with its tensor's end, and the next message finds it warm.
+// So a block goes back to the pool when its tensor ends, and the next message finds it warm.
 //
-// - It is a real c10::Allocator: tensors in its blocks can be resized, and keep their memory for as long as they like.
+// - The pool is a real c10::Allocator. Tensors in its blocks can be resized, and may keep their memory without limit.
 // - Blocks come in size classes, four to a power of two, so at most a fifth of a block is slack. From kHugePageBytes
 //   on, blocks are whole huge pages, and the slack may also be almost one huge page. The pool aligns these blocks, and
 //   advises the kernel to use huge pages.
-// - Idle blocks are kept up to a limit. The least recently returned one is unmapped first.
+// - The pool keeps idle blocks up to a limit. It unmaps the least recently returned block first.
 // - Any thread may allocate and release. The process-wide instance is never destroyed, because tensors may outlive
 //   everything.
 class HostPool final : public c10::Allocator {
@@ -39,12 +39,11 @@ class HostPool final : public c10::Allocator {
   explicit HostPool(size_t idleLimitBytes);
   ~HostPool() override; // returns idle blocks; blocks in use must be gone
 
-  // Throws std::bad_alloc where the system has no memory left. The pointer's destructor frees the memory, on any
-  // thread.
+  // Throws std::bad_alloc if the system has no memory left. The pointer's destructor frees the memory, on any thread.
   c10::DataPtr allocate(size_t bytes) override;
   void copy_data(void* to, const void* from, std::size_t bytes) const override;
 
-  // Sets how many idle bytes are kept at most (256 MiB by default); takes effect at once.
+  // Sets the limit of idle bytes (256 MiB by default). The limit takes effect at once.
   void setIdleLimit(size_t bytes);
   Statistics statistics() const;
 

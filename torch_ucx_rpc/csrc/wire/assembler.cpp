@@ -8,7 +8,7 @@ namespace torch_ucx_rpc::wire {
 
 namespace {
 
-// Sorts the pieces of a span. True if they cover it without a gap.
+// Sorts the pieces of a span. Returns true if they cover the span without a gap.
 bool sortAndCheckCoverage(Assembled::Span& span) {
   std::sort(span.pieces.begin(), span.pieces.end(), [](const Piece& one, const Piece& other) {
     return one.offset < other.offset;
@@ -32,7 +32,7 @@ bool Assembler::note(Partial& partial, const Header& header, uint64_t bytes) {
   if (header.index == kBodyIndex) {
     return !std::exchange(partial.hasBody, true);
   }
-  // An empty piece of a span with bytes would never make the span whole, and could come for ever.
+  // A span with bytes needs no empty piece, and a peer could send empty ones for ever.
   const uint64_t spanBytes = header.place.spanBytes;
   if (bytes > spanBytes || (bytes == 0 && spanBytes != 0)) {
     return false;
@@ -62,10 +62,10 @@ Assembler::Outcome Assembler::add(
   auto [entry, isNew] = partial_.try_emplace(key);
   Partial& partial = entry->second;
   if (isNew) {
-    partial.header = header; // perhaps a piece's: until the body is here, only the span count is used
+    partial.header = header; // perhaps of a piece: only its span count is used until the body arrives
   }
   const bool isNoted = note(partial, header, piece.size());
-  // Parts of a message that was given up are still counted: its entry goes with the last part.
+  // note() still counts the parts of a message that was given up. The last part ends its entry.
   if (partial.isGivenUp) {
     rejected.push_back(std::move(piece));
     if (partial.isWhole()) {

@@ -51,8 +51,8 @@ struct Assembled {
 
 // Joins the body of a message with the pieces of its spans, in any order of arrival.
 //
-// Every piece given to it comes back exactly once: in an assembled message, or among the rejected or dropped ones. The
-// assembler allocates in proportion to the bytes that have arrived, never to those that a header announces. Not
+// The assembler hands back every piece exactly once: in an assembled message, or among the rejected or dropped pieces.
+// The assembler allocates in proportion to the bytes that have arrived, never to those that a header announces. Not
 // thread-safe: its owner holds the worker lock.
 class Assembler {
  public:
@@ -66,11 +66,11 @@ class Assembler {
   // - kGivenUp: the piece belongs to a message that was given up before, and is in `rejected`.
   Outcome add(const Header& header, Piece piece, Assembled& assembled, std::vector<Piece>& rejected);
 
-  // Gives up an incomplete message after its caller has done so. Its pieces go to `dropped`. add() recognizes the
-  // pieces that come later, up to the last one.
+  // Gives up an incomplete message whose caller has given up the call. Its pieces go to `dropped`. For its later
+  // pieces, add() returns kGivenUp.
   void cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped);
 
-  // Forgets every incomplete message of a session, whose worker is gone; their pieces go to `dropped`.
+  // Forgets every incomplete message of a session whose worker is gone. Their pieces go to `dropped`.
   void dropSession(uint64_t session, std::vector<Piece>& dropped);
 
   // Counts the messages that are neither whole nor given up.
@@ -93,7 +93,7 @@ class Assembler {
     Assembled::Span span;
     uint64_t missing = 0; // bytes
   };
-  // A message that was given up keeps no pieces, only the note of which ones have come.
+  // A message that was given up keeps no pieces, only counts of those that have come.
   struct Partial {
     bool hasBody = false;
     Header header;
@@ -108,7 +108,7 @@ class Assembler {
   };
   using Partials = std::unordered_map<Key, Partial, HashKey>;
 
-  // Notes a piece. False where it contradicts earlier parts, and then nothing is noted.
+  // Notes a piece. Returns false, and notes nothing, if the piece contradicts earlier parts.
   static bool note(Partial& partial, const Header& header, uint64_t bytes);
   static void take(Partial& partial, std::vector<Piece>& into);
   static void giveUp(Partial& partial, std::vector<Piece>& dropped);

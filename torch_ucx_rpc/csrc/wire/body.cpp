@@ -69,7 +69,7 @@ class Cursor {
  public:
   explicit Cursor(std::span<const std::byte> body) : rest_(body) {}
 
-  // False, without effect, if fewer than `bytes` are left.
+  // Returns false, without effect, if fewer than `bytes` are left.
   bool take(uint64_t bytes, std::span<const std::byte>& taken) {
     if (bytes > rest_.size()) {
       return false;
@@ -112,19 +112,19 @@ class SpanCoverage {
   explicit SpanCoverage(std::span<const uint64_t> spanBytes)
       : spanBytes_(spanBytes), takenBytes_(spanBytes.size(), 0), isTaken_(spanBytes.size(), false) {}
 
-  // Takes the next bytes of the span. `offset` gets their place in it.
+  // Takes the next bytes of the span. `offset` gets their place in the span.
   Error take(uint32_t span, uint64_t bytes, uint64_t& offset) {
     if (span >= spanBytes_.size()) {
       return malformed("it refers to span " + std::to_string(span) + " of " + std::to_string(spanBytes_.size()));
     }
     offset = takenBytes_[span];
-    if (isTaken_[span] && offset == spanBytes_[span]) { // an empty span too, which the checks below let through
+    if (isTaken_[span] && offset == spanBytes_[span]) { // an empty span too: the checks below accept it
       return malformed("it refers again to span " + std::to_string(span) + ", of which nothing is left");
     }
     if (bytes > spanBytes_[span] - offset) {
       return malformed(
-          "span " + std::to_string(span) + " of " + std::to_string(spanBytes_[span]) + " bytes has fewer than the " +
-          std::to_string(bytes) + " that follow the first " + std::to_string(offset));
+          "span " + std::to_string(span) + " of " + std::to_string(spanBytes_[span]) + " bytes has fewer than " +
+          std::to_string(bytes) + " bytes after the first " + std::to_string(offset));
     }
     if (bytes == 0 && spanBytes_[span] != 0) {
       return malformed("an empty part of span " + std::to_string(span));
@@ -157,8 +157,8 @@ class SpanCoverage {
   std::vector<bool> isTaken_; // a span may have no bytes at all
 };
 
-// Whether every element that the sizes and strides can reach lies inside the storage. They come from the peer, so every
-// sum and product may overflow. torch has no negative strides.
+// Whether every element that the sizes and strides can reach lies inside the storage. The peer chose these numbers, so
+// every sum and product may overflow. torch has no negative strides.
 bool fitsStorage(const BodyView::Tensor& tensor, uint64_t storageBytes) {
   int64_t last = tensor.record.storageOffset; // index of the furthest element
   bool isEmpty = false;
@@ -183,7 +183,7 @@ bool fitsStorage(const BodyView::Tensor& tensor, uint64_t storageBytes) {
                  : static_cast<uint64_t>(last) < elements;
 }
 
-// Whether torch can hold so many elements.
+// Whether torch can count the elements of a tensor with these sizes.
 bool countable(std::span<const int64_t> sizes) {
   int64_t elements = 1;
   for (const int64_t size : sizes) {
@@ -280,8 +280,8 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   view.tensorCount = prefix.tensors;
   view.payloadSpan = prefix.payloadSpan;
 
-  // Each count is checked against the bytes that are left before memory is taken for it: a body of 100 bytes cannot
-  // claim a million records.
+  // Checks each count against the bytes that are left before it takes memory. A body of 100 bytes cannot claim a
+  // million records.
   if (prefix.storages > cursor.left() / sizeof(StorageRecord)) {
     return malformed("it is too short for its storages");
   }
@@ -334,7 +334,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
     return malformed(std::to_string(cursor.left()) + " bytes too many");
   }
   if (!spans.allTaken()) {
-    return malformed("a span, or a part of one, that nothing refers to");
+    return malformed("nothing refers to one of its spans, or to a part of it");
   }
   return {};
 }

@@ -30,7 +30,7 @@ namespace torch_ucx_rpc::wire {
 inline constexpr uint32_t kNowhere = 0xFFFFFFFF; // as a span: inline; as a storage: the tensor owns none
 
 enum class Layout : uint8_t {
-  kUndefined = 0, // an undefined tensor, which autograd sends for a gradient that is not there
+  kUndefined = 0, // an undefined tensor, which autograd sends for a missing gradient
   kStrided = 1,
   kSparseCoo = 2, // children: indices, values
   kSparseCsr = 3, // children: compressed indices, plain indices, values; the next three have the same
@@ -75,7 +75,7 @@ static_assert(sizeof(StorageRecord) == 16);
 struct TensorRecord {
   Layout layout;
   uint8_t dtype; // c10::ScalarType
-  uint8_t itemBytes; // of the dtype, so that bounds are checked before torch is asked
+  uint8_t itemBytes; // of the dtype; readBody() checks bounds with it, without torch
   uint8_t flags;
   uint32_t dims;
   uint32_t storage; // kNowhere for sparse and undefined tensors
@@ -100,8 +100,8 @@ class BodyWriter {
   uint32_t addInlineStorage(const void* data, uint64_t bytes, int8_t deviceType, int8_t deviceIndex);
   uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex, uint16_t flags = 0);
 
-  // `record.dims` is taken from `sizes`. `strides` is empty for a tensor without storage. Add children right after
-  // their parent.
+  // The writer sets `record.dims` from `sizes`. `strides` is empty for a tensor without storage. Add children right
+  // after their parent.
   void addTensor(TensorRecord record, std::span<const int64_t> sizes, std::span<const int64_t> strides, bool isChild);
 
   // Returns the whole body. Do not use the writer afterwards.
@@ -120,8 +120,8 @@ class BodyWriter {
   uint64_t inlineBytes_ = 0;
 };
 
-// A body that has been checked: every count, index, size and extent agrees with the others, with the body's length and
-// with the spans that came with it. The view points into the body, which must outlive it.
+// A checked body. Every count, index, size and extent agrees with the others, with the body's length and with the
+// message's spans. The view points into the body, which must outlive it.
 struct BodyView {
   struct Storage {
     StorageRecord record;
@@ -149,7 +149,7 @@ uint32_t messageTypeOf(std::span<const std::byte> body);
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
 // Reads the storages of an unchecked body (8-byte aligned), as many as there is room for. They say where the spans are
-// to arrive, which must be known before the spans are received.
+// to arrive. The receiver must know this before it receives the spans.
 std::span<const StorageRecord> storagesOf(std::span<const std::byte> body);
 
 // Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message. Storages and the

@@ -25,8 +25,8 @@
 //  80  |                               |
 //      +-------------------------------+
 //
-// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an
-// active message, and so is each piece of a span, all with this same header. They may arrive in any order, and (source
+// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is one
+// active message, and so is each piece of a span. Each has this header. They may arrive in any order, and (source
 // session, kind, call id) joins them. wire/seal.h fills the tags, which are zero in a job without a secret.
 
 namespace torch_ucx_rpc::wire {
@@ -54,7 +54,7 @@ enum class Kind : uint8_t {
   kReceived = 14, // body: Received and runs of missing numbers; like kJoin, it never has a number
   // For channels (rpc/channel.h):
   kPut = 15, // a value for a tag of the receiver; body: wire/put.h; `call id` is the sender's number of the put
-  kTaken = 16, // `call id` bytes of bodies of the receiver's puts have been taken; no body
+  kTaken = 16, // the sender has taken puts of the receiver; `call id`: their bytes (rpc/channel_parts.h); no body
   kPutRefused = 17, // a put was dropped: its group has another epoch, which is `call id`; body: the group
 };
 
@@ -86,12 +86,12 @@ struct Header {
   uint8_t version = kVersion;
   Kind kind = Kind::kRequest;
   uint32_t sourceRank = 0;
-  uint64_t sourceSession = 0; // random, one for each life of an agent: frames of an earlier life are recognized
+  uint64_t sourceSession = 0; // random, one for each life of an agent: receivers recognize frames of an earlier life
   uint64_t targetSession = 0; // likewise: a frame for an earlier owner of this address is refused
   uint64_t callId = 0;
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;
-  // The number of the frame, counted from 1 by the sender for each receiver. A frame that is sent again has the same
+  // The number of the frame. The sender counts from 1, for each receiver. A frame that is sent again has the same
   // number. 0: the frame has no number, and is never sent again.
   uint64_t sequence = 0;
   union {
@@ -100,11 +100,12 @@ struct Header {
   };
   // With a request's body: the milliseconds for which its caller waits, counted from the call. 0: there is no limit, or
   // the request must run even if its caller has given up. The time is relative, because the clocks of two machines may
-  // differ. So time on the way does not count against it.
+  // differ. So the time on the way does not count.
   uint32_t deadlineMs = 0;
-  // The low half of the first number that the sender of this frame has not received from its receiver.
+  // The first number of a frame that this frame's sender has not received from the other worker. Only the low half
+  // travels.
   uint32_t acknowledged = 0;
-  Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along
+  Hmac::Tag frameTag{}; // over this header, and over a body that travels in this frame
 };
 static_assert(sizeof(Header) == 88 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
 static_assert(offsetof(Header, targetSession) == 16 && offsetof(Header, callId) == 24);
@@ -113,11 +114,11 @@ static_assert(
     offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, deadlineMs) == 64);
 static_assert(offsetof(Header, acknowledged) == 68 && offsetof(Header, frameTag) == 72);
 
-// Bodies of the two barrier frames (peers/barrier.h). An arrival is any number of runs; their ranks adjoin.
+// Bodies of the two barrier frames (peers/barrier.h). An arrival has any number of runs, each of adjoining ranks.
 struct BarrierRun {
   int16_t firstRank;
   uint16_t workers;
-  uint32_t areGone; // 1: they have left or failed without having arrived
+  uint32_t areGone; // 1: they left or failed before they arrived
   int64_t value; // of each of these workers; the release has the sum over all members
 };
 struct BarrierRelease {
@@ -138,8 +139,9 @@ struct Refusal {
   uint32_t reserved;
 };
 
-// Body of kReceived: the receiver's frames that have come. All below `next` have come, except runs of missing numbers.
-// The runs follow this struct, as two numbers each: the first number of the run, and the first number after it.
+// Body of kReceived: which frames the sender has received from the other worker. All below `next` have come, except
+// runs of missing numbers. The runs follow this struct, as two numbers each: the first number of the run, and the first
+// number after it.
 struct Received {
   uint64_t next;
   uint32_t runs;

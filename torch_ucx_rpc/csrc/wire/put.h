@@ -19,7 +19,7 @@ namespace torch_ucx_rpc::wire {
 
 enum PutFlags : uint32_t {
   kSingle = 1 << 0, // the value is a tensor, not a list of one
-  // The message's body is too large to come along, and is the last span. An empty body is in its place.
+  // The message's body is too large to come along: it is the last span. An empty body is in its place.
   kBodyInSpan = 1 << 1,
 };
 

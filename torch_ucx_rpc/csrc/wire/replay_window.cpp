@@ -15,7 +15,7 @@ bool ReplayWindow::accept(uint64_t number) {
     }
     next_ = number + 1;
   } else {
-    // If a gap has the number, it is the last one that begins at the number or below.
+    // Only the last gap that begins at the number or below can contain it.
     auto gap = gaps_.upper_bound(number);
     if (gap == gaps_.begin() || number >= (--gap)->second) {
       return false;

@@ -12,16 +12,16 @@ namespace torch_ucx_rpc::wire {
 // nothing while numbers come in order. Up to kMaxGaps gaps, it never takes a new number for a replay. Not thread-safe.
 class ReplayWindow {
  public:
-  // A gap is a run of missing numbers. Beyond this many the window forgets the oldest gap, and its numbers count as
-  // replays. A peer that leaves so many gaps knows the secret, but must not cost more memory than this (about 64 bytes
-  // a gap).
+  // A gap is a run of missing numbers. If there are more, the window forgets the oldest gap, whose numbers then count
+  // as replays. A peer that leaves so many gaps knows the secret, but must not cost more memory than this (about 64
+  // bytes a gap).
   static constexpr size_t kMaxGaps = 4096;
 
   // The sequence begins at `first`.
   explicit ReplayWindow(uint64_t first = 0) : next_(first) {}
   ReplayWindow(uint64_t next, std::map<uint64_t, uint64_t> missing) : next_(next), gaps_(std::move(missing)) {}
 
-  // Takes a number. False if it has come before, or may have.
+  // Takes a number. Returns false if it has come before, or may have.
   bool accept(uint64_t number);
   // Whether accept() would return false.
   bool hasCome(uint64_t number) const;

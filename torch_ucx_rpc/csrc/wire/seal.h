@@ -15,13 +15,13 @@
 // - Every frame has a frame tag. It covers the header with the frame's number, the length of the data, and a body that
 //   travels in the frame. The receiver takes each number once.
 // - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
-//   covers them; it is checked when they are there.
+//   covers them, and the receiver checks it when they have arrived.
 // - The bytes of tensors are not covered. Their places and their sizes are.
 
 namespace torch_ucx_rpc::wire {
 
-// Fills the content tag in the header of a message's body, for the parts that come by rendezvous. The header must be
-// complete up to `sequence`. Call it before sealFrame(). It takes long for a large payload.
+// Fills the content tag in the header of a message's body, for the parts that come by rendezvous. All fields before
+// `sequence` must have their final values. Call sealContent() before sealFrame(). It takes long for a large payload.
 void sealContent(
     const std::string& key,
     Header& header,
@@ -38,8 +38,8 @@ bool isContentGenuine(
 class FrameSeal {
  public:
   explicit FrameSeal(const std::string& key) : hmac_(key) {}
-  // Fills the tag of a frame that has its number. The header must not change afterwards. `dataBytes` is the size of the
-  // data that travels with the frame or that it announces. `data` is the body that travels with it, or empty.
+  // Fills the frame tag. The header must have its number, and must not change afterwards. `dataBytes` is the size of
+  // the data that travels with the frame or that it announces. `data` is the body that travels with it, or empty.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   // True if the peer sealed this frame.
   bool isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
