@@ -412,7 +412,7 @@ TEST_F(DynamicMembersTest, LeavingThatTimesOutNamesTheSilentWorkers) {
   EXPECT_EQ(failed->kind(), Kind::kBarrierFailed);
   EXPECT_STREQ(
       failed->what(),
-      "worker 'w1' has tried to leave the group for 20 ms: 0 of its calls are open, and it has 0 of others to answer; "
+      "worker 'w1' has tried to leave the group for 20 ms: 0 of its calls are open, and it has 0 requests to answer; "
       "not acknowledged by w0");
   isInterrupted_.store(true);
   EXPECT_THROW(leaving.group.join(kPatience, kPatience), Interrupted);

@@ -19,8 +19,7 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// How long shutdown waits for handlers that are still running, and for the messages that were sent last to leave.
-// Together they are less than a second.
+// How long shutdown waits for running handlers, and then for the last messages to leave: together less than a second.
 constexpr auto kHandlerGrace = std::chrono::milliseconds(500);
 constexpr int64_t kFlushLimitMs = 400;
 
@@ -67,8 +66,8 @@ UcxRpcAgent::UcxRpcAgent(
       reports_(parts_, options_, calls_, requests_, channel_) {
   handlers_ = {&calls_, &requests_, &monitor_, &group_, &channel_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
-  DevicePool::instance().setPinned(&allocatePinned); // memory/ lies below tensors/, which has the function
-  // Calls fail first, since programs wait for those.
+  DevicePool::instance().setPinned(&allocatePinned); // memory/ must not include tensors/, which has the function
+  // Calls fail first, since programs wait for them.
   monitor_.addObserver(calls_);
   monitor_.addObserver(channel_);
   monitor_.addObserver(messenger_);
@@ -95,7 +94,7 @@ void UcxRpcAgent::startImpl() {
   executor_->start(messenger_);
 }
 
-void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same either way; torch calls shutdown() itself
+void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the flag changes nothing: torch calls shutdown()
   checkProcess();
   group_.join(toMilliseconds(timeoutSeconds), getRpcTimeout());
 }
@@ -107,7 +106,7 @@ void UcxRpcAgent::shutdownImpl() {
     // - No task of the timer touches the objects that are taken down below.
     // - The threads end, and their remaining work is done here. The last answers are posted by then, and no handler
     //   takes part in a context of distributed autograd any more.
-    // - Peers get the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
+    // - Peers get the goodbye after these answers. The transport then has kFlushLimitMs to send everything.
     lifetime_.close();
     calls_.shutDown();
     channel_.shutDown();
@@ -138,7 +137,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
             to.name_ + "'",
         {.name = to.name_, .rank = to.id_});
   }
-  // The caller may be a handler, and may wait for long: the receive window must not wait with it.
+  // The caller may be a handler that will wait long, so it gives its share of the receive window back first.
   HandlingScope::releaseInnermost();
   const rpc::MessageType type = message->type();
   const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);

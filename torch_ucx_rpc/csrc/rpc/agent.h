@@ -35,8 +35,8 @@ using torch::distributed::rpc::worker_id_t;
 // shutdown(). In a dynamic group, members come and go after start() too. Agent threads that are stuck in user code at
 // shutdown keep the object alive until they return.
 //
-// Threads that wait call `whileWaiting` now and then, and when a signal has come in: for a future, a barrier, join(),
-// or in send() for an RRef's value. It may throw to end the wait (Ctrl-C).
+// A thread that waits for a future, a barrier, join(), or in send() for an RRef's value, calls `whileWaiting` now and
+// then, and when a signal has come in. `whileWaiting` may throw to end the wait (Ctrl-C).
 class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
  public:
   UcxRpcAgent(
@@ -55,8 +55,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t session() const {
     return self_.session;
   }
-  // Throws RpcFailure in a process that was forked from this agent's. torch's functions that need the agent's threads
-  // or UCX check this. Callers of the objects below check it themselves.
+  // Throws RpcFailure in a process that was forked from this agent's. The functions of RpcAgent that need the agent's
+  // threads or UCX call this. Callers of the objects below must call it themselves.
   void checkProcess() const {
     processGuard_.check();
   }
@@ -119,8 +119,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const ProcessGuard processGuard_;
   std::once_flag shutdownOnce_;
 
-  // Each has its own synchronization. An object may use those above it. Events reach the objects below the messenger
-  // through the interfaces of messaging/event_handlers.h.
+  // Each object has its own synchronization, and may use the objects above it. Events reach the objects below the
+  // messenger through the interfaces of messaging/event_handlers.h.
   Lifetime lifetime_;
   Timer timer_;
   Directory directory_;

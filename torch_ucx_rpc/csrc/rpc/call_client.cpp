@@ -67,8 +67,8 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     unmadeRRefs_.noteDeletion(*message);
   }
   const bool mustRun = mustExecute(*message);
-  const bool isCreation = mustRun && makesRRef(*message); // all that make RRefs must run
-  // Before the call is open, because it throws for tensors that cannot be sent.
+  const bool isCreation = mustRun && makesRRef(*message); // a request that makes an RRef must run
+  // Encode before the call is open, because encoding throws for tensors that cannot be sent.
   std::unique_ptr<OutgoingMessage> outgoing =
       encodeMessage(std::move(message), to, deviceMap, messenger_.transportTo(to));
 
@@ -126,7 +126,8 @@ uint64_t CallClient::begin(CallTable::Call call, std::unique_ptr<OutgoingMessage
   }
   messenger_.post(to, wire::Kind::kRequest, id, std::move(request));
   // The call may have timed out by now, because sealing took long or this thread did not run. Then it was canceled
-  // before there was a request to take back. The request would wait, with its memory, for a peer that takes nothing in.
+  // before there was a request to take back. Without this, the request would wait, and hold its memory, for a peer that
+  // takes nothing in.
   if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
     messenger_.cancel({{&to, id}});
   }
@@ -147,8 +148,8 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   if (!call) {
     return; // a late answer, or one of a worker that was not asked; its memory is released here
   }
-  // A driver completes the call that it waits for itself: no thread has to be woken for it. A thread that drives keeps
-  // the agent alive until the batch is done.
+  // A driver itself completes the call that it waits for, so no thread has to be woken. A thread that drives keeps the
+  // agent alive until the batch is done.
   if (driver && (id == driver->awaitedCall || mayCompleteOnDriver(call->type))) {
     atEnd.emplace_back([this, call = std::move(*call), answer = std::move(answer)]() mutable {
       complete(std::move(call), std::move(answer));
@@ -158,7 +159,7 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   executor_.addCompletion(
       [this, hold = std::move(hold), call = std::move(*call), answer = std::move(answer)]() mutable {
         complete(std::move(call), std::move(answer));
-        messenger_.progress().wakeWaitingCaller(); // it may sleep, and wait for this call: it looks when it wakes
+        messenger_.progress().wakeWaitingCaller(); // a sleeping caller may wait for this call
       });
 }
 
@@ -167,7 +168,7 @@ void CallClient::settleRRef(const std::optional<CallTable::Call>& call, uint64_t
     return;
   }
   if (const c10::intrusive_ptr<Message> deletion = unmadeRRefs_.take(callId, peer)) {
-    // No caller waits for its answer: torch has the first one's.
+    // No caller waits for its answer: torch has had the answer to the first deletion.
     (void)send(peer, deletion, std::chrono::milliseconds(0), {});
   }
 }
@@ -177,8 +178,8 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   const Peer& from = *answer.from;
   Streams streams;
   DecodedMessage decoded;
-  // Decoding uses up the message, and gives its share of the window back: callbacks of the future may wait for other
-  // answers.
+  // Decoding uses up the message and gives its share of the window back. Callbacks of the future may wait for other
+  // answers, which need room in the window.
   if (const Error error = decodeArrived(messenger_, deviceMaps_, std::move(answer), streams, decoded)) {
     const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
     failLater(std::move(call), from.failureFrom(error, what));
@@ -198,7 +199,7 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   if (runsPython(call.type)) {
     Executor::runHooks(); // callbacks may run Python
   }
-  // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
+  // Message::getStorages() would throw for undefined tensors and for the compressed sparse layouts.
   const c10::MultiStreamGuard guard(streams); // the future makes its readers wait for these streams
   runCallbacks([&] { call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages)); });
 }
@@ -324,12 +325,12 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
          {.name = callee.name, .rank = callee.rank, .host = callee.host, .timeout = timeout}});
   }
   if (!abandoned.empty()) {
-    // The callee need not receive the rest of these requests. A handler that runs is not interrupted. This comes after
-    // the failures, because it may make progress for others.
+    // The callee need not receive the rest of these requests. A handler that runs is not interrupted. Canceling comes
+    // after the failures, because it may make progress for others.
     messenger_.cancel(std::move(abandoned));
   }
   if (!expired.empty()) {
-    // A worker whose shared memory a dead process blocks gets nothing, so its calls time out too.
+    // Calls also time out if a dead process blocks this worker's shared memory.
     messenger_.requestRepair();
   }
   return next;

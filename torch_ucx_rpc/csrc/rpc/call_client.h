@@ -17,9 +17,9 @@
 
 namespace torch_ucx_rpc {
 
-// Makes the calls of this worker, from send() to the completion of their futures. Exactly one event completes a call's
-// future, the one that takes the call out of the table: the answer, the deadline, the end of the callee, or shutdown.
-// Thread-safe.
+// Makes the calls of this worker, from send() to the completion of their futures. A call ends with its answer, its
+// deadline, the end of the callee, or shutdown. The first of these takes the call out of the table, and completes its
+// future. Thread-safe.
 class CallClient final : public AnswerHandler, public PeerObserver, private AgentParts {
  public:
   // Threads that wait call `whileWaiting` now and then, and when a signal has come in. It may throw to end the wait
@@ -34,13 +34,13 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   // Returns when the future is complete or the agent shuts down. Until then the caller drives progress, if no other
   // caller does.
   void waitDriving(JitFuture& future);
-  // Returns likewise, but leaves driving to other threads.
+  // Like waitDriving(), but leaves driving to other threads.
   void waitIdle(JitFuture& future);
 
   // Fails all open calls.
   void shutDown();
 
-  // The calls that wait for an answer.
+  // The number of calls that wait for an answer.
   size_t open() const {
     return calls_.size();
   }
@@ -48,7 +48,7 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   bool owesDeletions() const {
     return unmadeRRefs_.owesAny();
   }
-  // The calls that were ever made, and those that have timed out.
+  // The number of calls ever made, and of calls that have timed out.
   uint64_t opened() const {
     return calls_.opened();
   }
@@ -74,13 +74,14 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
 
   // Opens the call, posts its request, and returns the call's id.
   uint64_t begin(CallTable::Call call, std::unique_ptr<OutgoingMessage> request);
-  // To be called when the peer has answered a call, or never will. `call` is what CallTable::take() has returned. Sends
-  // the deletion of the RRef that the call was to make, if torch has given it up by now.
+  // To be called when the peer has answered a call, or never will. `call` is what CallTable::take() has returned. If
+  // torch has given up the RRef that the call was to make, and deleted its reference, sends the deletion again.
   void settleRRef(const std::optional<CallTable::Call>& call, uint64_t callId, Peer& peer);
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
-  // Fails a call on an agent thread, where callbacks may run; if it was to make an RRef, tells the owner first.
+  // Fails a call on an agent thread, where callbacks may run. If the call was to make an RRef and the owner may still
+  // live, tells the owner first.
   void failLater(CallTable::Call call, const RpcFailure& why);
   // Continues a call that has not made its RRef, until the owner has made one whose value is the failure (see
   // failed_rref.h). Called again if the owner could not take the failure.

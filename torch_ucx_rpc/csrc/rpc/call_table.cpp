@@ -35,7 +35,7 @@ std::optional<CallTable::Call> CallTable::take(uint64_t id, const Peer& peer) {
   return removeLocked(entry);
 }
 
-// All open calls are looked at. A peer ends seldom, and an index by peer would cost every call.
+// Looks at all open calls: peers seldom end, and an index by peer would slow down every call.
 std::vector<CallTable::Call> CallTable::takeAll(const Peer* to) {
   std::vector<Call> calls;
   const std::lock_guard lock(mutex_);

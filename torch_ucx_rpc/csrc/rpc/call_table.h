@@ -67,7 +67,7 @@ class CallTable {
   // Whether the answer of `peer` to this call is awaited.
   bool isOpen(uint64_t id, const Peer& peer) const;
   size_t size() const;
-  // Calls opened since the beginning.
+  // The number of calls opened since the beginning.
   uint64_t opened() const;
 
  private:

@@ -113,7 +113,7 @@ std::shared_ptr<Channel::Sent> Channel::put(
             RpcFailure::Kind::kTimedOut,
             "tag '" + name.tag + "' of channel '" + name.group + "' could not be put within " +
                 std::to_string(timeout.count()) + " ms: " + to.describe() + " has not taken " +
-                std::to_string(account->openBodyBytes.load() + account->lentBytes.load()) + " bytes of this worker's");
+                std::to_string(account->openBodyBytes.load() + account->lentBytes.load()) + " bytes sent to it");
       }
       lock.lock();
     }
@@ -277,7 +277,8 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
   if (isDone()) {
     return true;
   }
-  // A handler may wait for long: others may use its thread and its share of the receive window during that.
+  // A handler may wait long here. Until it goes on, other requests may use its thread and its share of the receive
+  // window.
   const std::shared_ptr<void> nesting = Executor::markBlocked();
   HandlingScope::releaseInnermost();
   const auto isOver = [&] { return isDone() || lifetime_.isClosed() || Clock::now() >= deadline; };
@@ -301,7 +302,7 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
 
 void Channel::wakeWaiting(const std::optional<Driver>& driver) {
   changed_.notify_all();
-  if (!driver || driver->role != Role::kWaitingCaller) { // otherwise that caller looks itself
+  if (!driver || driver->role != Role::kWaitingCaller) { // a waiting caller that drives looks itself
     messenger_.progress().wakeWaitingCaller();
   }
 }

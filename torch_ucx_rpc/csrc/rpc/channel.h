@@ -35,7 +35,7 @@ namespace torch_ucx_rpc {
 //
 // Bounds on values that are not taken:
 // - Small tensors travel in the body of the put. A sender may have kOpenBodyBytes of untaken bodies at a receiver, and
-//   put() blocks beyond that. Receivers report what they have taken after each quarter of that.
+//   put() blocks beyond that. A receiver reports after each quarter of kOpenBodyBytes that it has taken.
 // - Large tensors wait at their sender. They are received when the value is expected, or while all values that are here
 //   but not expected stay within kUntakenBytes. A sender lends at most kLentBytes to a receiver, and put() blocks
 //   beyond that.
@@ -68,8 +68,8 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Goes to an epoch: drops values of earlier ones, and ends waits for them with kEpochEnded. Throws
   // std::invalid_argument if the group is in a later epoch.
   void advance(const std::string& group, uint64_t epoch);
-  // Drops the values of earlier epochs of all groups whose names begin with `prefix`, and ends waits for them. That
-  // holds for groups, too, of which this worker learns later, or never.
+  // Drops the values of earlier epochs of all groups whose names begin with `prefix`, and ends waits for them. This
+  // also holds for groups that this worker opens later, or never.
   void advanceAll(const std::string& prefix, uint64_t epoch);
   // Forgets a group and its values. Waits for its values end with kEpochEnded.
   void close(const std::string& group);
@@ -79,10 +79,11 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Returns when the memory of the value may be changed.
   void wait(const std::shared_ptr<Sent>& sent);
 
-  // Says that a value is expected, and with `into`, where. The tensors must not be read or changed until it is there.
+  // Says that a value is expected. With `into`, the value goes into these tensors, which must not be read or changed
+  // until then.
   std::shared_ptr<Expected> post(Peer& from, const Name& name, std::optional<std::vector<at::Tensor>> into);
-  // Waits for the value, and returns it; once only. Throws RpcFailure. A value that has not come by `timeout` (0: none)
-  // is no longer expected. Throws std::invalid_argument if it does not fit what was posted.
+  // Waits for the value and returns it, once. Throws RpcFailure. A value that has not come by `timeout` (0: none) is no
+  // longer expected. Throws std::invalid_argument if the value does not fit the posted tensors.
   Value wait(const std::shared_ptr<Expected>& expected, std::chrono::milliseconds timeout);
   // Stops expecting the value. If it has begun to arrive in tensors that were posted, they may still be written.
   void cancel(const std::shared_ptr<Expected>& expected);
@@ -130,16 +131,15 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
     uint64_t epoch = 0;
     std::map<uint64_t, std::unordered_map<std::string, Slot>> slots; // by epoch, then by sender and tag
   };
-  // This worker's values at a peer, and its debts to the peer.
+  // This worker's open values at a peer, and what it still has to report to the peer.
   struct Account {
     std::atomic<uint64_t> openBodyBytes{0}; // bodies of this worker's puts that the peer has not taken
     std::atomic<uint64_t> lentBytes{0}; // tensors of puts that have not left
     // Guarded by mutex_:
     uint64_t owedBytes = 0; // bodies of the peer's puts that were taken here and not yet reported
-    std::unordered_map<std::string, uint64_t> refused; // groups whose puts the peer has dropped, and epochs there
+    std::unordered_map<std::string, uint64_t> refused; // the peer's epochs in groups where it has dropped puts
   };
-  // The consequences of an action, handled without the lock: operations of the messenger, and the deaths of messages
-  // and tensors.
+  // What remains to be done without the lock: operations of the messenger, and destroying messages and tensors.
   struct Aftermath;
 
   // Waits until isDone(), which must take no lock. False after the deadline.
@@ -154,7 +154,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
 
   // Returns the earliest epoch that the group can be in, if that is later than the value's.
   std::optional<uint64_t> laterEpochLocked(const wire::PutName& name) const;
-  // The slot of a value, made if need be.
+  // The slot of a value. Makes the slot if there is none.
   Slot& slotLocked(const Peer& from, const Name& name);
   void forgetIfEmptyLocked(const Peer& from, const Name& name);
   // Takes the first wait for this value out of its slot. Null if there is none.
@@ -173,9 +173,9 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
       const Expected& expected, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) const;
   void carryOut(Aftermath& after);
 
-  // The message of a value. Its body comes along eagerly.
+  // Makes the message of a value. Its body is small enough to go eagerly.
   std::unique_ptr<OutgoingMessage> encode(const Peer& to, const Name& name, const Value& value) const;
-  // The value of a message. Where it was large and fits the posted tensors, it lies in them already.
+  // Makes the value of a message. Large tensors that fit the posted ones lie in them already.
   Value decode(Expected& expected);
 
   const DeviceMaps& deviceMaps_;

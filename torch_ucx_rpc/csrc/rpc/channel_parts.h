@@ -11,8 +11,8 @@ namespace torch_ucx_rpc {
 // The bytes that a value costs its receiver beside its small tensors.
 inline constexpr uint64_t kOverheadOfValue = 512;
 
-// Tensors that were posted, after the transport is done with them. They must not die under the worker lock, since that
-// may run Python.
+// Tensors that were posted, after the transport is done with them. They must not be destroyed under the worker lock,
+// since that may run Python.
 class Channel::Grave {
  public:
   void add(at::Tensor tensor) {
@@ -84,12 +84,12 @@ struct Channel::Arrival {
   const uint64_t bodyBytes;
   // Guarded by the channel's mutex:
   State state;
-  Bytes body; // while it is held: memory is chosen by it
+  Bytes body; // while the value is held: memoryIn() needs it
   std::vector<uint64_t> spanBytes; // likewise
   uint64_t untakenBytes = 0; // its part of kUntakenBytes
   bool isInOthersMemory = false; // in tensors that were posted
   IncomingMessage message; // once it is here
-  ExpectedPtr expected; // while it is being received for it
+  ExpectedPtr expected; // the wait for which the value is being received; null: none
   std::optional<RpcFailure> failure; // ends `expected` when the value is dropped
 };
 

@@ -37,7 +37,7 @@ Channel::Verdict Channel::onPutAnnounced(
   }
   const auto arrival = std::make_shared<Arrival>(from, header.callId, name, body.size(), Arrival::State::kReceiving);
   if (!underWay_.emplace(Number(&from, header.callId), arrival).second) {
-    return {Verdict::Fate::kDrop, {}}; // this number is under way already: no worker of this package sends it
+    return {Verdict::Fate::kDrop, {}}; // this number is under way already: no worker of this package uses one twice
   }
   if ((arrival->expected = takeExpectedLocked(from, name))) {
     arrival->expected->isMatched = true;
@@ -64,7 +64,7 @@ void Channel::onPut(IncomingMessage message, const std::optional<Driver>& driver
   wire::PutName name;
   size_t bodyBytes = 0;
   if (wire::readPutName(message.eagerBody, name, bodyBytes)) {
-    return; // no worker of this package has sent it
+    return; // no worker of this package sends such a message
   }
   Aftermath after;
   {
@@ -302,7 +302,7 @@ void Channel::endEpochsLocked(
   }
   group.slots.erase(group.slots.begin(), end);
   // Values that are being received for waits of these epochs are dropped when they come. A wait for a value in posted
-  // tensors ends then too: the caller that gets the failure may use the tensors again.
+  // tensors ends only then, because the caller that gets the failure may use the tensors again.
   for (const auto& [number, arrival] : underWay_) {
     if (arrival->expected && arrival->name.epoch < before && arrival->name.group == name) {
       arrival->state = Arrival::State::kDropped;

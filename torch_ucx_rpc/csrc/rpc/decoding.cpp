@@ -19,7 +19,7 @@ Error decodeArrived(
   try {
     const Devices& devices = deviceMaps.devices();
     streams = deviceMaps.takeStreams(devices);
-    // A message to oneself may still be copied. The decoder's copies, and the handler, are ordered after that.
+    // The copy of a message to oneself may still be under way. The decoder's copies and the handler come after it.
     arrived.pendingWork.blockStreams(streams);
     const c10::MultiStreamGuard guard(streams);
     return decodeMessage(std::move(arrived), devices, decoded);

@@ -14,7 +14,7 @@
 namespace torch_ucx_rpc {
 
 // Says on which devices the tensors of this worker's messages arrive, by the name of the receiver. Also chooses the
-// streams for messages that arrive here. The callers choose the maps for answers. Thread-safe.
+// streams for messages that arrive here. Each caller chooses the map for the answers that it gets. Thread-safe.
 class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;

@@ -51,7 +51,7 @@ Group::Group(
 void Group::addMembers(std::vector<Member> members) {
   for (Member& member : members) {
     if (isTorchsAgent(agent_)) {
-      invalidateRRefsOf(member.rank); // those of a worker that had the rank before
+      invalidateRRefsOf(member.rank); // of a worker that had this rank before
     }
     directory_.add(std::move(member));
   }
@@ -73,7 +73,8 @@ void Group::addMembers(std::vector<Member> members) {
 void Group::onSizeChange() {
   const std::vector<Peer*> present = directory_.present();
   const auto neighbours = std::ranges::count_if(present, [](const Peer* peer) { return peer->isNeighbour.load(); });
-  // The senders divide what they may push into a worker, and threads spin only where each worker has a core.
+  // The size sets each sender's share of what may be pushed into a worker. Threads spin only if each worker of the
+  // machine has a core.
   messenger_.setGroupSize(present.size(), 1 + static_cast<size_t>(neighbours));
 }
 
@@ -132,7 +133,7 @@ void Group::onPeerGone(Peer& peer) {
     return; // being destroyed
   }
   if (onGone != nullptr) {
-    // Handlers may wait for the callback, and hold all threads until it has run. So it waits behind none of them.
+    // Handlers may wait for the callback, and hold all threads until it has run. So it does not queue behind them.
     executor_.addCompletion([hold, &peer, onGone = std::move(onGone)] {
       try {
         (*onGone)(peer);
@@ -304,8 +305,8 @@ void Group::onJoin(uint64_t session, Bytes record) {
   if (hold == nullptr) {
     return; // being destroyed
   }
-  // Python decides, so not on this thread: it may drive, and no driver waits for the GIL. Not a request: handlers may
-  // hold all threads.
+  // Python decides, which needs the GIL. This thread may drive, and no driver waits for the GIL, so another thread asks
+  // Python. A request could not do it, because handlers may hold all threads.
   executor_.addCompletion([this, hold = std::move(hold), session, record = std::move(record)] {
     if (lifetime_.isClosed()) {
       return; // this worker leaves
@@ -356,11 +357,11 @@ bool Group::hasAnsweredAll() const {
   return calls_.open() == 0 && requestsOpen() == 0 && messenger_.traffic().underWay == 0;
 }
 
-// Tell the others first. They then make no more calls to this worker, and it answers every call made before.
+// Tells the others first. They then make no more calls to this worker, and it answers every call made before.
 void Group::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   for (Peer* peer : directory_.all()) {
-    // Peers that have not admitted this worker get its goodbye.
+    // Peers that have not admitted this worker get only its goodbye.
     if (peer->member().session != self_.session && peer->isThere() && peer->hasAdmitted.load()) {
       peer->hasNotedLeave.store(false); // first: the acknowledgment may come at once
       messenger_.postControl(*peer, {wire::Kind::kLeave});
@@ -381,7 +382,7 @@ void Group::leave(std::chrono::milliseconds timeout) {
           RpcFailure::Kind::kBarrierFailed,
           "worker '" + self_.name + "' has tried to leave the group for " + std::to_string(timeout.count()) +
               " ms: " + std::to_string(calls_.open()) + " of its calls are open, and it has " +
-              std::to_string(requestsOpen()) + " of others to answer" + names);
+              std::to_string(requestsOpen()) + " requests to answer" + names);
     }
     std::this_thread::sleep_for(kPoll);
   }

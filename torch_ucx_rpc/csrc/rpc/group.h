@@ -57,10 +57,10 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // during the wait. Throws RpcFailure when `timeout` (0: none) runs out.
   Barrier::Result barrier(int64_t value, std::chrono::milliseconds timeout);
 
-  // Ends gracefully. In a static group it ends when no living worker waits for an answer any more. It then throws an
-  // RpcFailure that names the workers that have died, if any. In a dynamic group this worker leaves, and join() returns
-  // when it has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none, or
-  // `defaultTimeout` in a dynamic group.
+  // Ends gracefully. In a static group, join() waits until no living worker waits for an answer any more. If workers
+  // have died, it then throws an RpcFailure that names them. In a dynamic group this worker leaves, and join() returns
+  // when this worker has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none,
+  // or `defaultTimeout` in a dynamic group.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 
   // Keeps the list of members of a dynamic group, which workers join and leave as they like. Both functions run on
@@ -79,8 +79,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
     return membership_.onJoin != nullptr;
   }
 
-  // Asks members, named by their sessions, to admit this worker. Each is asked over one endpoint after the other, until
-  // it answers or is lost. unadmitted() has the members that are there and have not answered yet.
+  // Asks members, named by their sessions, to admit this worker. If an endpoint fails, asks over another, until the
+  // member answers or is lost. unadmitted() has the members that are there and have not answered yet.
   void announceJoin(const std::string& record, const std::vector<uint64_t>& members);
   std::vector<WorkerInfo> unadmitted() const;
 
@@ -127,7 +127,7 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
 
   mutable std::mutex mutex_;
   // Guarded by mutex_:
-  // Made when they are first asked for.
+  // Each is made when it is first asked for.
   mutable std::unordered_map<const Peer*, std::unique_ptr<const WorkerInfo>> infos_;
   std::shared_ptr<const OnGone> onGone_;
 };

@@ -51,7 +51,7 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   }
 }
 
-// How the end of a peer is seen, and which way it takes to end():
+// How this worker sees the end of a peer, and which functions lead to end():
 //
 //   goodbye                                        onGoodbye()
 //   end of its process, on this machine            watch(), addFailureWithWorkerLock(), onFailure()
@@ -96,7 +96,7 @@ void PeerMonitor::onGoodbye(Peer& from) {
 
 void PeerMonitor::onFailure(Peer& peer, Error why) {
   if (isLocal(why.code())) {
-    return; // a peer ends by its own error or silence only
+    return; // a local error says nothing about the peer
   }
   end(peer, Peer::State::kFailed, peer.lost(why));
 }
@@ -128,7 +128,7 @@ void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
 
 Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
   messenger_.progress().submit([this, now] { checkHeartbeatsWithWorkerLock(now); });
-  messenger_.requestRepair(); // a worker that makes no calls has none that would time out if it is deaf
+  messenger_.requestRepair(); // if this worker makes no calls, no timeout requests it
   return now + heartbeat_.period();
 }
 

@@ -42,7 +42,7 @@ AgentStatistics Reports::counters() const {
       {"calls_open", "agent.client_active_calls", calls_.open()},
       {"calls_timed_out", "agent.calls_timed_out", calls_.timedOut()},
       {"requests_open", "agent.server_active_calls", requestsOpen}, // received and not answered
-      {"", "agent.server_active_async_calls", static_cast<uint64_t>(requests_.openAsync())}, // their handlers are over
+      {"", "agent.server_active_async_calls", static_cast<uint64_t>(requests_.openAsync())}, // handlers returned
       {"requests_expired", "agent.requests_expired", requests_.expired()},
       {"requests_running", "agent.running_requests", threads.runningRequests},
       {"", "agent.nesting_requests", threads.nestingRequests},

@@ -142,8 +142,8 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     answer(open, *response);
     return;
   }
-  // A handler may never complete its future, which then keeps its callback for good. So the callback keeps neither the
-  // agent alive nor the request, but looks for both. The request is noted first, since the callback may run at once.
+  // A handler may never complete its future, which then keeps its callback for good. So the callback owns neither the
+  // agent nor the request, but looks both up. The request is noted first, since the callback may run at once.
   const uint64_t id = addAsync(std::move(open), std::move(making));
   response->addCallback([this, id, agent = std::weak_ptr<void>(lifetime_.hold())](JitFuture& completed) {
     if (const std::shared_ptr<void> hold = agent.lock()) {
@@ -230,7 +230,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
 }
 
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) {
-  if (why.code() == ErrorCode::kDeviceFailed && !hasLeftInPart) { // the answer's tensors caused it; an error has none
+  if (why.code() == ErrorCode::kDeviceFailed && !hasLeftInPart) { // caused by the answer's tensors; an error has none
     answerWithError(to, callId, why.message());
   } else if (to.isThere() && !lifetime_.isClosed()) {
     // The caller may have some parts of the answer, and would wait for the others.

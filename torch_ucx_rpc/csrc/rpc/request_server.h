@@ -58,10 +58,10 @@ class RequestServer final : public RequestHandler, private AgentParts {
   RequestServer(
       const AgentParts& parts, const RequestCallback& callback, RRefHolders& rrefHolders, const DeviceMaps& deviceMaps);
 
-  // Requests whose handler has returned a future that is not complete yet.
+  // The number of requests whose handler has returned a future that is not complete yet.
   size_t openAsync() const;
 
-  // Requests that were dropped before they ran, since their callers had given up.
+  // The number of requests that were dropped before they ran, since their callers had given up.
   uint64_t expired() const {
     return expired_.load(std::memory_order_relaxed);
   }
@@ -104,7 +104,7 @@ class RequestServer final : public RequestHandler, private AgentParts {
   const DeviceMaps& deviceMaps_;
 
   mutable std::mutex asyncMutex_;
-  std::unordered_map<uint64_t, AsyncRequest> async_; // guarded by asyncMutex_, by a number of the server's own
+  std::unordered_map<uint64_t, AsyncRequest> async_; // by a number that the server chooses; guarded by asyncMutex_
   uint64_t lastAsync_ = 0; // guarded by asyncMutex_
   std::atomic<uint64_t> expired_{0};
 };
