@@ -22,7 +22,7 @@ def test_a_forked_child_ends_without_touching_its_parents_agent() -> None:
         ONE_WORKER
         + """
 import warnings
-# From Python 3.12 on it warns of forking beside threads, which is what this is about.
+# From Python 3.12 on, Python warns of a fork beside other threads. This test needs such a fork.
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 child = os.fork()
 if child == 0:

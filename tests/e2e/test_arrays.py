@@ -179,7 +179,7 @@ def test_only_the_elements_of_a_view_travel() -> None:
     assert bytes_sent(array[:, :100]) < array[:, :100].nbytes + 4096
 
 
-# ---- Where they may stand --------------------------------------------------------------------------------------------
+# ---- Where arrays may stand ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

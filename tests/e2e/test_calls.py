@@ -27,8 +27,7 @@ def on_ucx() -> bool:
 
 
 def failure(kind: str, *elsewhere: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the type ``torch_ucx_rpc.errors.kind``. TensorPipe lacks these types, so there it is the types
-    ``elsewhere``."""
+    """Return the type ``torch_ucx_rpc.errors.kind``, or on TensorPipe, which lacks it, the types ``elsewhere``."""
     if not on_ucx():
         return elsewhere
     # The import is here, since it changes torch, and TensorPipe must run without the package.

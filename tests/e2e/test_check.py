@@ -20,7 +20,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
-def test_check_alone_starts_workers_and_exits_by_its_warnings() -> None:
+def test_check_starts_workers_and_warnings_set_its_exit_code() -> None:
     done = subprocess.run([*COMMAND, "--json"], env=environment(), capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert [(pair["caller"], pair["callee"]) for pair in report["pairs"]] == [
@@ -35,7 +35,7 @@ def test_check_alone_starts_workers_and_exits_by_its_warnings() -> None:
     assert "UCX_TLS=tcp,self leaves it out" in done.stdout
 
 
-def test_workers_that_do_not_come_have_an_exit_code_of_their_own() -> None:
+def test_check_has_an_exit_code_for_missing_workers() -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command = [*COMMAND, "--timeout", "0.5", "--json"]
     done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=False)
@@ -48,8 +48,8 @@ def test_on_two_hosts_a_dead_interface_is_avoided() -> None:
     variables = environment(MASTER_ADDR="a", MASTER_PORT="29500", WORLD_SIZE="2")
     with VirtualHosts(["a", "b"]) as hosts:
         for number, host in enumerate(hosts, 1):
-            # UCX prefers this interface for its packet size, and it seems to lead to the other host. UCX finds
-            # interfaces in /sys, which shows the machine's interfaces until it is mounted again.
+            # UCX prefers this interface for its packet size. By its address it seems to lead to the other host. UCX
+            # finds interfaces in /sys. Until /sys is mounted again, it shows the machine's interfaces.
             script = f"""
                 mount -t sysfs sysfs /sys
                 ip link add nowhere type veth peer name end mtu 9000

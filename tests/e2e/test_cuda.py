@@ -177,7 +177,7 @@ def test_without_a_device_map_a_cuda_tensor_is_refused() -> None:
     assert rpc.rpc_sync("worker1", total, (torch.ones(SMALL),)) == SMALL
 
 
-# ---- Whose memory ----------------------------------------------------------------------------------------------------
+# ---- Whose memory is used --------------------------------------------------------------------------------------------
 
 
 @needs_rmm

@@ -108,7 +108,7 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
     # Measure from the first wake-up of a sleeping thread of this process. The machine caused any earlier delay.
     beyond = [failed - stalls.wake_ups[bisect.bisect(stalls.wake_ups, due)] for due, failed in ends]
     # Timeouts are whole milliseconds. Here the machine may be busy; benchmarks/deadlines.py measures punctuality. A
-    # timer that looks every tenth of a second would miss the bound on the median.
+    # timer that checks only every 0.1 s would miss the bound on the median.
     assert min(lateness) > -0.001
     assert statistics.median(beyond) < 0.04
     assert max(lateness) < 5
@@ -193,7 +193,7 @@ def test_calls_that_time_out_leave_nothing_behind() -> None:
     before = allocated()
     for _ in range(3):
         time_out(400)
-    # UCX keeps the most memory that it has ever used, and may still use more. These calls have sent 120 MiB.
+    # UCX keeps the peak of its memory, and the peak may still rise. These calls have sent 120 MiB.
     # benchmarks/deadlines.py measures what 100,000 calls leave.
     for now, then in zip(allocated(), before, strict=True):
         assert now - then < 16

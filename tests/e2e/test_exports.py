@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.fresh import run_fresh
 
 
-def test_statistics_are_loaded_when_they_are_asked_for() -> None:
+def test_statistics_are_imported_on_first_use() -> None:
     run_fresh(
         """
         import sys, torch_ucx_rpc
@@ -21,7 +21,7 @@ def test_statistics_are_loaded_when_they_are_asked_for() -> None:
     )
 
 
-def test_import_is_without_collections() -> None:
+def test_import_runs_without_garbage_collections() -> None:
     run_fresh(
         """
         import gc, sys

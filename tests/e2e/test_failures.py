@@ -252,7 +252,7 @@ def outlive_worker1_and_its_queue(rank: int, calls: int) -> None:
         stay()
 
 
-def test_calls_of_a_dead_worker_that_queue_here_are_not_begun(run_workers: Callable[..., list]) -> None:
+def test_queued_calls_of_a_dead_worker_are_not_begun(run_workers: Callable[..., list]) -> None:
     body = leave_ungracefully_after(outlive_worker1_and_its_queue)
     run_workers(3, body, 50, options={"num_worker_threads": 1}, **DEATH_OF_WORKER1)
 
@@ -349,7 +349,7 @@ def promise() -> None:
 
 
 def reference_whose_request_never_comes(number: int) -> rpc.RRef:
-    """Return a reference as if worker1 passed it on and died before it sent its `rpc.remote`."""
+    """Return a reference like one that worker1 passed on before it died, without having sent its `rpc.remote`."""
     owner, creator, id_of_rref, id_of_fork = 0, 1, 10**6 + number, 2 * 10**6 + number
     return rpc.PyRRef._deserialize((owner, creator, id_of_rref, creator, id_of_fork, creator, "PyObject"))
 
@@ -391,5 +391,5 @@ def await_what_worker1_has_promised(rank: int) -> None:
     rpc.rpc_sync("worker0", let_go)
 
 
-def test_waits_for_values_a_dead_worker_promised_fail(run_workers: Callable[..., list]) -> None:
+def test_waiting_for_a_value_from_a_dead_worker_fails(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(await_what_worker1_has_promised), **DEATH_OF_WORKER1)

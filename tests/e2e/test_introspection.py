@@ -153,7 +153,7 @@ def window_at_rest() -> bool:
 
 
 @in_worker0(of=3, options={"receive_window_bytes": 8 * MIB})
-def test_large_tensors_are_taken_in_within_the_window() -> None:
+def test_the_window_bounds_received_large_tensors() -> None:
     assert metric_of("worker1", "window.limit_bytes") == 8 * MIB
     futures = [rpc.rpc_async("worker1", window_in_use, args=(tensor_of(3 * MIB),)) for _ in range(60)]
     assert max(future.wait() for future in futures) <= 8 * MIB

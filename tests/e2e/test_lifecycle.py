@@ -135,7 +135,7 @@ def test_only_one_agent_at_a_time(rank: int) -> None:
 
 @over_shared_memory
 @in_every_worker(of=2, init=False)
-def test_workers_that_do_not_come_are_named(rank: int) -> None:
+def test_missing_workers_are_named(rank: int) -> None:
     # On a loaded machine processes start seconds apart, but they leave a group at the same time.
     init_rpc(rank)
     rpc.shutdown()
@@ -212,7 +212,7 @@ def test_different_package_versions_are_refused_naming_both(rank: int) -> None:
 
 @over_shared_memory
 @in_every_worker(of=1, init=False)
-def test_ctrl_c_interrupts_waiting_for_workers_that_do_not_come(rank: int) -> None:
+def test_ctrl_c_interrupts_waiting_for_missing_workers(rank: int) -> None:
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -245,7 +245,7 @@ def call_everybody(rank: int) -> int:
 
 
 @pytest.mark.field
-def test_forty_workers_come_up_call_each_other_and_shut_down(run_workers: Callable[..., list]) -> None:
+def test_forty_workers_start_call_each_other_and_shut_down(run_workers: Callable[..., list]) -> None:
     # All processes are on this machine, so the test does not check times.
     assert run_workers(40, call_everybody, options={"num_worker_threads": 4}, timeout=150) == [40] * 40
 
@@ -287,7 +287,7 @@ def finish_never() -> torch.futures.Future[None]:
 
 @over_shared_memory
 @in_every_worker(of=2, init=False)
-def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
+def test_an_unfinished_handler_does_not_keep_its_agent_alive(rank: int) -> None:
     had = {}
     for attempt in range(4):
         init_rpc(rank, name=f"worker{rank}-{attempt}")

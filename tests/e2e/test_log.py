@@ -69,7 +69,7 @@ ends.set()
     ],
     ids=["no logging", "basicConfig", "a level above"],
 )
-def test_a_programs_logging_says_whether_and_how_stderr_has_them(setting: str, lines: int) -> None:
+def test_the_programs_logging_decides_what_stderr_shows(setting: str, lines: int) -> None:
     [ended] = run_program(PROGRAM.replace("SETTING", setting))
     told = [line for line in ended.stderr.splitlines() if "still running user code" in line]
     assert len(told) == lines

@@ -60,7 +60,7 @@ def test_members_and_arrivals_are_read_in_parts() -> None:
 
 
 def die_above_others(rank: int) -> list[int]:
-    """Let rank 1 die when it has the records. Ranks 3 and 4 wait until it sends them on."""
+    """Let rank 1 die when it has the records. Ranks 3 and 4 wait for the records from rank 1."""
     relay.FAN_OUT = 2
     # Only the end of rank 1 ends their wait.
     relay._PATIENCE_S = 1000
@@ -76,12 +76,12 @@ def die_above_others(rank: int) -> list[int]:
     return found
 
 
-def test_the_death_of_a_worker_above_delays_no_member() -> None:
+def test_the_death_of_a_relay_delays_no_member() -> None:
     everybody = list(range(7))
     assert run_workers(7, die_above_others, init=False, exit_codes={1: 0}) == [everybody, None, *[everybody] * 5]
 
 
-def test_a_forked_child_does_not_keep_a_relay() -> None:
+def test_a_forked_child_does_not_keep_a_relay_open() -> None:
     own = Relay(HashStore(), 1)
     parent, child = socket.socketpair()
     if os.fork() == 0:

@@ -208,7 +208,7 @@ def test_process_with_ucx_still_ends_with_its_terminal() -> None:
     run_fresh(script, exit_codes={0: -signal.SIGHUP})
 
 
-def test_handlers_that_were_there_before_ucx_stay() -> None:
+def test_signal_handlers_from_before_ucx_stay() -> None:
     run_fresh("""
         import os, signal
         came = []

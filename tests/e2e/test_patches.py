@@ -24,7 +24,7 @@ def stderr_of_program(script: str) -> str:
     return ended.stderr
 
 
-def test_tensorpipe_runs_in_each_way_of_asking_for_it() -> None:
+def test_tensorpipe_runs_however_a_program_asks_for_it() -> None:
     # This test needs a whole program: processes of the other tests have imported torch's suites, which register a
     # backend.
     stderr_of_program("""
@@ -39,7 +39,7 @@ def test_tensorpipe_runs_in_each_way_of_asking_for_it() -> None:
     """)
 
 
-def test_ucx_runs_by_name_by_member_and_inferred() -> None:
+def test_ucx_runs_by_name_by_member_and_by_options() -> None:
     # stderr stays empty. torch's own inference would warn about every backend except TensorPipe.
     assert not stderr_of_program("""
         import torch_ucx_rpc
@@ -52,7 +52,7 @@ def test_ucx_runs_by_name_by_member_and_inferred() -> None:
     """)
 
 
-def test_the_enum_that_was_imported_before_has_the_member_too() -> None:
+def test_an_enum_imported_earlier_has_the_member_too() -> None:
     passes("""
         import torch_ucx_rpc
 

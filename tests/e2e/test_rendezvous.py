@@ -30,7 +30,7 @@ def come_before_rank_0(rank: int, file: Path) -> bytes:
     return value
 
 
-def test_workers_that_are_ahead_wait_for_rank_0(tmp_path: Path) -> None:
+def test_workers_that_start_early_wait_for_rank_0(tmp_path: Path) -> None:
     assert run_workers(3, come_before_rank_0, tmp_path / "meeting", init=False) == [b"value"] * 3
 
 

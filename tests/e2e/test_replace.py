@@ -33,7 +33,7 @@ def program(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     return ended
 
 
-def test_ucx_replaces_the_default_and_tensorpipe_by_any_member() -> None:
+def test_ucx_replaces_the_default_and_each_tensorpipe_member() -> None:
     passes("""
         runs("UcxRpcAgent")
         runs("UcxRpcAgent", backend=BackendType.TENSORPIPE)
@@ -75,7 +75,7 @@ def test_device_maps_and_devices_for_tensorpipe_hold_for_ucx() -> None:
     )
 
 
-def test_options_not_for_tensorpipe_are_refused_in_its_words() -> None:
+def test_options_not_for_tensorpipe_are_refused_as_by_torch() -> None:
     passes("""
         tensorpipe = {"backend": BackendType.TENSORPIPE}
         foreign = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"

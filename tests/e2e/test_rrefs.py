@@ -49,7 +49,7 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
         rref.local_value()
 
 
-# For each later RRef, plain torch marks the first one again, even if that has been freed.
+# Instead of each later RRef, plain torch marks the first one again, even if the first has been freed.
 @over_shared_memory
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
@@ -78,7 +78,7 @@ def count_made_late() -> int:
     return len(made_late)
 
 
-# If a deletion arrives before the value, plain torch's owner forgets it, and keeps the value for ever.
+# If a deletion arrives before the value, plain torch's owner forgets the deletion, and keeps the value for ever.
 @over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
@@ -206,7 +206,7 @@ def test_rrefs_of_rrefs_can_be_followed() -> None:
     while isinstance(value, rpc.PyRRef):
         value, depth = value.to_here(), depth + 1
     assert value.count == 7
-    # Each worker made one RRef. The owner of the innermost value made that one too.
+    # Each of the four workers made one RRef. worker3 made a local one.
     assert depth == 4
 
 

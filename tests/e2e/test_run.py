@@ -51,7 +51,7 @@ def test_workers_call_each_other_under_the_names_of_their_roles() -> None:
 
 # Importing torch 16 times takes most of the time: minutes on a slow machine.
 @pytest.mark.field
-def test_sixteen_workers_come_up_call_each_other_and_end() -> None:
+def test_sixteen_workers_start_call_each_other_and_end() -> None:
     done = run("-n", 16, PROGRAMS / "meet.py", timeout=170)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(report) for report in re.findall(r'\{"name".*?\}', done.stdout)]
@@ -395,7 +395,7 @@ def test_wrong_arguments_are_explained(arguments: str, error: str, capsys: pytes
     assert error in capsys.readouterr().err
 
 
-def test_without_a_temporary_folder_it_says_where_it_looked() -> None:
+def test_error_without_a_temporary_folder_says_where_it_looked() -> None:
     program = """
         import tempfile
         from _torch_ucx_rpc_cli import main

@@ -1,4 +1,4 @@
-"""How ``python -m torch_ucx_rpc run`` ends: by signals, and on several machines. Here these are one machine."""
+"""How ``python -m torch_ucx_rpc run`` ends: by signals, and on several machines. One machine stands for all of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def processes_with(word: str) -> list[int]:
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_ctrl_c_on_one_machine_ends_the_job_and_all_name_it(interrupted: int) -> None:
+def test_ctrl_c_ends_the_job_on_all_machines_which_say_where(interrupted: int) -> None:
     with two_machines("--max-restarts", "3", "-c", WAIT) as machines:
         for machine in machines:
             machine.stdout.readline()

@@ -53,7 +53,7 @@ def limits_beside_rpc(rank: int, soft: int) -> tuple[int, int]:
         return most - resource.getrlimit(resource.RLIMIT_NOFILE)[0], int(of_child.read())
 
 
-def test_init_rpc_raises_the_limit_of_files_but_for_children() -> None:
+def test_init_rpc_raises_the_limit_of_files_not_for_children() -> None:
     assert workers.run_workers(1, limits_beside_rpc, 500, init=False) == [(0, 500)]
 
 

@@ -206,8 +206,8 @@ def test_taken_port_fails_init_rpc_and_a_retry_works(rank: int) -> None:
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
-    """Run ``python -m torch_ucx_rpc`` in this process; return its exit code and output. It asks this worker like any
-    other."""
+    """Run ``python -m torch_ucx_rpc`` in this process; return its exit code and output. The program asks this worker
+    like any other."""
     from _torch_ucx_rpc_cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as output:

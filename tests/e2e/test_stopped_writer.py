@@ -86,7 +86,7 @@ def lanes_to(name: str) -> list[str]:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the circle is x86-64's")
-def test_worker_made_deaf_by_a_stopped_writer_is_still_reached(tmp_path: Path) -> None:
+def test_worker_blocked_by_a_stopped_writer_is_still_reached(tmp_path: Path) -> None:
     # With this limit the queue is examined only after the writer has been stopped.
     options = {"heartbeat_limit": 60}
     body = leave_ungracefully_after(be_deaf_to_a_neighbour)

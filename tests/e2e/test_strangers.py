@@ -87,7 +87,7 @@ def create_an_rref_too_late(rank: int) -> None:
         eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
 
 
-def test_rref_that_timed_out_before_torch_knew_it_is_lost(run_workers: Callable[..., list]) -> None:
+def test_rref_that_timed_out_before_torch_recorded_it_is_lost(run_workers: Callable[..., list]) -> None:
     run_workers(2, create_an_rref_too_late)
 
 

@@ -105,7 +105,7 @@ def references() -> dict[str, str]:
 
 def assert_no_references() -> None:
     names = ("worker0", "worker1", "worker2")
-    # All workers collect each time: the error's frames hold the RRef on the worker that raised it.
+    # All workers collect garbage each time: the error's frames hold the RRef on the worker that raised it.
     eventually(
         lambda: [rpc.rpc_sync(name, references) for name in names] == [{}, {}, {}], "no worker has a reference left"
     )
@@ -130,7 +130,7 @@ def assert_raises(uses: Iterable[Callable[[rpc.RRef], object]], rref: rpc.RRef, 
 
 
 def ways_for(name: str) -> list[Callable[[rpc.RRef], object]]:
-    # If a script fails, torch makes an RRef of another type. Then it refuses references that reach the owner.
+    # If a script fails, torch makes an RRef of another type. Then torch refuses references that reach the owner.
     return [use for way, use in WAYS.items() if name != "unknown script" or way in ("to_here", "third worker")]
 
 

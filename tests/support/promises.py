@@ -95,7 +95,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "If a writer is stopped (SIGSTOP) within a message": (
             "DeafWorkerHearsOverTheNetworkAndTheRestLater",
             "DeafWorkerTellsItsNeighboursOverTheNetwork",
-            "test_worker_made_deaf_by_a_stopped_writer_is_still_reached",
+            "test_worker_blocked_by_a_stopped_writer_is_still_reached",
         ),
         # Silence and cuts
         "Calls to a silent host, or to a stopped process there": (
@@ -139,7 +139,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Using that RRef raises an error": ("test_worker_outlives_owners_of_rrefs_in_the_making",),
         "An RRef whose `rpc.remote` timed out raises `RRefLost`": (
             "test_each_rref_whose_creation_timed_out_says_so",
-            "test_rref_that_timed_out_before_torch_knew_it_is_lost",
+            "test_rref_that_timed_out_before_torch_recorded_it_is_lost",
         ),
         "Its owner frees the value": ("test_an_rref_whose_creation_timed_out_is_freed_by_its_owner",),
         "If an owner cannot read the request for an RRef": (
@@ -150,10 +150,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_an_rref_that_its_owner_had_no_thread_for_is_lost",
         ),
         # Property of a dead worker
-        "A dead worker's queued calls do not start": ("test_calls_of_a_dead_worker_that_queue_here_are_not_begun",),
-        "Its running calls end, and their answers are dropped": (
-            "test_calls_of_a_dead_worker_that_queue_here_are_not_begun",
-        ),
+        "A dead worker's queued calls do not start": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
+        "Its running calls end, and their answers are dropped": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
         "Its share of the receive window": (
             "test_property_of_a_dead_worker_is_released",
             "MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce",
@@ -170,7 +168,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "References that its running calls create afterwards": ("LaterStateOfRunningHandlersIsReleasedOnceASecond",),
         "Waiting for an RRef that it was to create here raises an error": (
-            "test_waits_for_values_a_dead_worker_promised_fail",
+            "test_waiting_for_a_value_from_a_dead_worker_fails",
             "test_a_worker_takes_the_place_of_one_that_was_killed",
         ),
         "Using an RRef that it owned raises `RRefLost`": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
@@ -242,7 +240,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "If file descriptors run out, no living worker is lost": (
             "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
             "AProcessThatLivesIsNotTakenForEndedForWantOfFiles",
-            "test_a_worker_with_all_files_open_keeps_its_neighbours",
+            "test_a_worker_with_all_files_open_keeps_its_peers",
             "test_out_of_files_while_connecting_no_peer_is_lost",
             "test_out_of_files_on_one_core_no_peer_is_lost",
             "FilesForUcxTest",
@@ -259,7 +257,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_older_ucx_loaded_by_mpi_is_refused_with_a_working_cure",
         ),
         "Signal handlers stay in place": (
-            "test_handlers_that_were_there_before_ucx_stay",
+            "test_signal_handlers_from_before_ucx_stay",
             "test_process_with_ucx_still_ends_with_its_terminal",
         ),
         "`init_rpc` refuses UCX settings": ("tests/unit/test_site_settings.py",),
