@@ -131,7 +131,8 @@ bool Barrier::isAwaitedLocked(Rank rank, const Round& round, bool isCoordinator)
       (isCoordinator || !round.arrivals.gone.contains(rank));
 }
 
-// The previous parent may have died while it released a round, and perhaps only this worker has got the release.
+// Sends a new parent the last result: the previous parent may have died while it released that round, and perhaps only
+// this worker has got the release.
 void Barrier::followParentLocked(Outgoing& outgoing) {
   const std::optional<Rank> parent = parentLocked();
   const bool isNew = parent.has_value() && parent != parent_;

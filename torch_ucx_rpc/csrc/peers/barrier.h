@@ -20,29 +20,30 @@ namespace torch_ucx_rpc {
 //
 // The ranks are a tree: the worker of rank r is above those of ranks r * fanOut + 1 to r * fanOut + fanOut. A worker's
 // parent is the nearest worker above it that is present; without one, the present worker of lowest rank. The worker
-// that has no parent is the coordinator. Arrivals travel up the tree, each worker passing on its collected ones. The
-// coordinator releases the round when every present worker has arrived, and the release travels down. So no worker
-// talks to more than its parent and `fanOut` others, as long as none dies. In a group of up to 1 + fanOut workers, all
-// others arrive at the coordinator itself.
+// that has no parent is the coordinator. Arrivals travel up the tree, and each worker passes on those that it has
+// collected. The coordinator releases the round when every present worker has arrived, and the release travels down. So
+// no worker talks to more than its parent and `fanOut` others, as long as none dies. In a group of up to 1 + fanOut
+// workers, all others arrive at the coordinator itself.
 //
 //   arrive   worker -> parent   "these are in this round, with these values; and these are gone, as far as I know"
 //   release  parent -> worker   "this round is over; the sum; the workers that have died"
 //   release  worker -> parent   the same, to a parent that takes over
 //
-// Invariants, for any worker that leaves or dies at any moment. A worker gets everything that another worker has sent
-// before it learns of that worker's end.
+// Invariants, whichever workers leave or die, and when. They rely on this: a worker gets everything that another worker
+// has sent before it learns of that worker's end.
 //
 // 1. A round ends when all workers that are still present have arrived. It never waits for a worker that has left or
-// failed, and a death ends no round: the result names the dead. The coordinator alone decides, from its own view. A
-// report that a worker is gone only makes the coordinator contact that worker (toContact()). 2. All living workers
-// leave a round with the same sum. A new coordinator does not decide a round that its predecessor has released to a
-// living worker: that worker does not arrive again, but sends its new parent the result. An arrival goes to the parent
-// alone, and only the parent's end changes the parent. So only the new coordinator can release a worker whose arrival
-// has reached it. 3. Every worker that waits has sent all its collected arrivals to its parent: at once when nothing is
-// missing below it, else at the next tick(). It sends everything again when it gets another parent. A worker that has
-// not entered the round keeps the arrivals that it gets, and answers them when the round ends. 4. The parent's rank is
-// below the worker's own. So arrivals never run in a circle, even if workers see different members, and the present
-// worker of lowest rank becomes the coordinator.
+//    failed, and a death does not make it fail: the result names the dead. The coordinator alone decides, from its own
+//    view. A report that a worker is gone only makes the coordinator contact that worker (toContact()).
+// 2. All living workers leave a round with the same sum. A new coordinator does not decide a round that its predecessor
+//    has released to a living worker: that worker does not arrive again, but sends its new parent the result. An
+//    arrival goes to the parent alone, and only the parent's end changes the parent. So only the new coordinator can
+//    release a worker whose arrival has reached it.
+// 3. Every worker that waits has sent all its collected arrivals to its parent: at once when nothing is missing below
+//    it, else at the next tick(). It sends everything again when it gets another parent. A worker that has not entered
+//    the round keeps the arrivals that it gets, and answers them when the round ends.
+// 4. The parent's rank is below the worker's own. So arrivals never run in a circle, even if workers see different
+//    members, and the present worker of lowest rank becomes the coordinator.
 //
 // A worker need not learn of the end of workers that it never talks to. It notices the end of its parent, because it
 // has sent to it. It notices the end of the workers directly below it, because it contacts them as long as arrivals are
@@ -124,7 +125,7 @@ class Barrier {
   };
 
   std::optional<Rank> parentLocked() const; // none for the coordinator
-  // The first for which `look` is true, of `top` and all ranks below it.
+  // Of `top` and all ranks below it, the first for which `look` is true.
   template <typename Look>
   std::optional<Rank> findBelow(Rank top, const Look& look) const;
   bool isAwaitedLocked(Rank rank, const Round& round, bool isCoordinator) const;

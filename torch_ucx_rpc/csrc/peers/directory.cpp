@@ -50,7 +50,7 @@ void Directory::remove(const Peer& peer) {
   }
 }
 
-// The peer stays in bySession_: its late frames are dropped as a lost worker's, without the warning for a stranger's.
+// The peer stays in bySession_. So its late frames are dropped silently, while frames of a stranger cause a warning.
 void Directory::forgetLocked(const Peer* peer) {
   if (peer != nullptr) {
     byRank_.erase(peer->member().rank);

@@ -13,7 +13,7 @@ namespace torch_ucx_rpc {
 // but not over InfiniBand and RoCE, where retries to a killed process went on for 11 s.
 //
 // A lifeline is a TCP connection to a port that the peer's process listens on and never accepts from
-// (_bootstrap/lifeline.py). The peer's kernel ends the connection with the process. Nothing is sent. Thread-safe.
+// (_bootstrap/lifeline.py). The peer's kernel ends the connection when the process ends. Nothing is sent. Thread-safe.
 class Lifelines {
  public:
   using Watch = ProcessWatch::Watch;

@@ -86,7 +86,7 @@ class Peer {
   RpcFailure failure(RpcFailure::Kind kind, const std::string& sentence, const std::string& cause = {}) const;
   // The failure of a call to a peer that takes none, because it is lost, has left, or is leaving.
   RpcFailure failureOfGone() const;
-  // The failure of a call because of an error of this side or of the peer's. The error's code decides the kind.
+  // The failure of a call because of an error on either side. The error's code decides the kind.
   RpcFailure failureFrom(const Error& error, const std::string& sentence) const;
 
   State state() const {
@@ -138,10 +138,10 @@ class Peer {
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<uint64_t> resendBytes{0}; // of messages that are kept until it has them: see KeptMessages
-  // True if it runs on this machine and shared memory does not reach it. It may be in another pid namespace, where UCX
-  // would look for its process by an id that means nothing here or another process. It may belong to another user,
-  // whose memory UCX cannot open. The group sets both before the first message. Or one of the two workers gets nothing
-  // more over shared memory (RepairState::kUnrepairable).
+  // True if it runs on this machine and shared memory does not reach it. It may be in another pid namespace: UCX would
+  // look for its process by an id that means nothing here, or another process. It may belong to another user, whose
+  // memory UCX cannot open. The group sets this for both before the first message. Or one of the two workers gets
+  // nothing more over shared memory (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
 
   // Null before the first message to or from it; see Connections::of(). Guarded by the worker lock.

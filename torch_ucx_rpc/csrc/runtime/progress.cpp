@@ -11,21 +11,21 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// An arrival may lie for this long while a leader polls the unarmed transport. Polling ends after kQuietRounds rounds
-// without a new absence.
+// An arrival may wait for this long while the transport is unarmed and a leader polls. Polling ends after kQuietRounds
+// rounds without a new absence.
 constexpr auto kUnarmedPeriod = std::chrono::milliseconds(1);
 constexpr int kQuietRounds = 20;
 // About the time that a thread needs to wake up.
 constexpr auto kRising = Spinning::kWakeUp;
 
-// A driver that is about to leave looks for more events this often. The rest is left to another driver.
+// How many times a driver that is about to leave looks for more events. It leaves the rest to another driver.
 constexpr int kMaxRounds = 8;
 
 using Clock = Spinning::Clock;
 // When this thread last left drive() to handle events.
 thread_local Clock::time_point leftAt{};
 
-// A driver that spins checks the watched descriptors once in this many spins, since no thread may sleep on them.
+// A driver that spins checks the watched descriptors once in this many spins, in case no thread sleeps on them.
 constexpr unsigned kSpinsBetweenLooks = 1024;
 
 // A transport that waits for room on the other side cannot be armed. For this long its driver only yields. Then it
@@ -108,8 +108,8 @@ void Progress::runQueueLocked() {
 
 void Progress::drainQueue() {
   // A thread that queues and finds the lock taken leaves its operation to the holder; the holder looks here after
-  // unlocking. The fence makes sure that one of the two sees the other: queued before try_lock there, unlocked before
-  // this load here.
+  // unlocking. The fence makes sure that one of the two threads sees what the other has done: the one queues before its
+  // try_lock, and the other unlocks before its load here.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   while (hasPending()) {
     std::unique_lock lock(workerMutex_, std::try_to_lock);
@@ -169,8 +169,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
     if (client_.hasEventsWithWorkerLock()) {
-      // A leader leaves the guard to another driver, if there is one. So does a waiting caller that may be away for
-      // long. It first takes along the events that would wake that driver at once.
+      // A leader leaves the transport to another driver, if one sleeps. So does a waiting caller that may be away for
+      // long. The leaving thread takes along the events that would wake the other at once.
       if ((role == Role::kLeader || client_.mayEventsBlockWithWorkerLock()) && sleepers_.load() != 0) {
         if (leaveUnarmedLocked(role)) {
           mustWake = !isPolledUnarmed_.load();
@@ -190,7 +190,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       movedAt = Clock::now();
     }
     // A request to look at deferred work is not the awaited event, nor a sign of it. While a device works, the timer
-    // makes one every 50 us.
+    // makes such a request every 50 us.
     if (advances != 0 || queued_.load() != 0) {
       wait.again();
       continue;
@@ -296,7 +296,7 @@ void Progress::letCallerRise() const {
 }
 
 bool Progress::leaveUnarmedLocked(Role who) {
-  // Without a sleeping leader no thread would poll in place of the signal.
+  // Without a sleeping leader, no thread would poll while the transport is unarmed.
   if (leadersAsleep_.load() == 0 || !spinning_.isBackSoon(who)) {
     return false;
   }
@@ -371,9 +371,8 @@ void Progress::endDriving() {
   if (!hasWaitingCaller_.exchange(false)) {
     return; // this thread has not driven: isDone() was true at once
   }
-  // This caller has its answer, so it does not wait for the lock. Where it cannot leave the transport guarded, another
-  // thread is woken to drive. It cannot where the lock is taken either: the holder may be a submitter, which never
-  // drives.
+  // This caller has its answer, so it does not wait for the lock. If it cannot leave the transport guarded, it wakes
+  // another thread to drive. It also does so if the lock is taken: the holder may be a submitter, which never drives.
   bool isGuarded = false;
   std::unique_ptr<EventBatch> events;
   {

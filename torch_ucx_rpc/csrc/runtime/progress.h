@@ -23,17 +23,17 @@ namespace torch_ucx_rpc {
 //
 // Several threads may drive at once: up to two leaders, which are agent threads, and one waiting caller. All of them
 // sleep on one WaitSet, which wakes the thread that went to sleep last. So an answer wakes the waiting caller itself,
-// and a request wakes the leader whose caches are warm. The others sleep on, and stand guard while the woken thread
-// handles its events. No thread has to be woken to take over. The invariants:
+// and a request wakes the leader whose caches are warm. The others stand guard: they sleep on, and wake for what comes
+// while the first thread handles its events. No thread has to be woken to take over. The invariants:
 // - While no thread drives, the transport is armed and so will signal, or a thread has been woken to drive, or a leader
-//   polls the transport unarmed.
+//   polls (see below).
 // - A woken thread that finds nothing wakes the waiting caller if that sleeps. The wake-up may have been meant for it.
 //
 // A driver may spin for a while before it sleeps (see Spinning). An arrival then costs no wake-up on either side. But
 // an armed transport cannot be disarmed, and it signals whether a thread sleeps or not. The signal costs the sender as
-// much as a wake-up. So a driver that spins, and is mostly back soon, leaves the transport unarmed. A leader then polls
-// instead. Every kUnarmedPeriod it looks at the watched descriptors, and at how long the driver has been away. After a
-// long absence the leader takes over.
+// much as a wake-up. So a driver that spins, and usually comes back soon, leaves the transport unarmed while it is
+// away. A leader then polls instead: every kUnarmedPeriod it looks at the watched descriptors, and at how long the
+// driver has been away. After a long absence the leader takes over.
 class Progress {
  public:
   using Operation = UniqueFunction<void()>;
@@ -50,7 +50,7 @@ class Progress {
 
   // Runs the client's startDeferredWithWorkerLock(), as submit() runs an operation.
   void requestStartDeferred();
-  // Called by that function itself: it runs once more, after the next Transport::progress().
+  // startDeferredWithWorkerLock() calls this to run once more, after the next Transport::progress().
   void requestStartDeferredWithWorkerLock() {
     isStartRequested_.store(true);
   }
@@ -83,7 +83,7 @@ class Progress {
   void wake() {
     waitSet_.wake();
   }
-  // The same if there is a waiting caller, which may be done by now.
+  // Calls wake() if there is a waiting caller. Its answer may have come by now.
   void wakeWaitingCaller() {
     if (hasWaitingCaller_.load()) {
       wake();
@@ -101,7 +101,7 @@ class Progress {
 
  private:
   std::unique_ptr<EventBatch> drive(Role role, IsDone& isDone);
-  // The waiting caller stops driving. The transport is left armed or polled; otherwise another driver is woken.
+  // Ends the driving of the waiting caller. Leaves the transport armed or polled, or else wakes another driver.
   void endDriving();
   // Sleeps without the lock, with the transport armed, until there may be something to do. False: this leader is not
   // needed, or the waiting caller was interrupted or has slept for the longest time.
@@ -116,7 +116,7 @@ class Progress {
     return queued_.load() != 0 || isStartRequested_.load();
   }
   void runQueueLocked();
-  // Runs operations of other threads that found the lock taken by this thread, queued them and went away.
+  // Runs the operations that other threads have queued because this thread held the lock.
   void drainQueue();
   static void dispatch(std::unique_ptr<EventBatch> events, const std::optional<Driver>& driver = {}) {
     if (events != nullptr) {
@@ -127,7 +127,7 @@ class Progress {
   WaitSet::Slept sleep(WaitSet::Clock::time_point until = WaitSet::Clock::time_point::max());
   // Queues the operations of watched descriptors that have become readable.
   void queueWatches();
-  // Locks the worker mutex. A driver that spins under the lock makes room.
+  // Locks the worker mutex. A driver that spins under the lock then stops spinning and releases it.
   std::unique_lock<WorkerMutex> lockWorker();
   // Whether the calling driver may leave the transport unarmed. If so, it counts as away.
   bool leaveUnarmedLocked(Role who);
@@ -146,7 +146,7 @@ class Progress {
   unsigned spins_ = 0; // of all drivers, for looks at the watched descriptors
 
   std::mutex waitingCallerMutex_; // held by the waiting caller
-  WaitSet::Clock::time_point callerDeadline_{}; // waitingCallerMutex_
+  WaitSet::Clock::time_point callerDeadline_{}; // guarded by waitingCallerMutex_
 
   std::atomic<int> lockWaiters_{0}; // threads in lockWorker()
   std::mutex queueMutex_;

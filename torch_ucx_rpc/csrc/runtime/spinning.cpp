@@ -8,7 +8,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Other threads may run once in this many looks. A look takes 0.1 to 0.5 us, as long as the system call.
+// Other threads may run once in this many looks. A look takes 0.1 to 0.5 us, as long as sched_yield().
 constexpr unsigned kTurnsBetweenYields = 8;
 
 } // namespace
@@ -29,7 +29,7 @@ bool Spinning::Wait::spin(Awaited awaited, Clock::time_point now) {
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    // Another thread had this core and may need it again, or the host had it.
+    // Another thread, or another virtual machine, had this core and may need it again.
     spinning_.waits_[static_cast<int>(role_)].add(false);
   }
   last_ = now;

@@ -24,15 +24,15 @@ class Spinning {
   // The longest time to spin through one wait. It fits a small call, with room for the callee's work. It also fits a
   // step of torch's engine between two messages of distributed autograd.
   static constexpr auto kLimit = std::chrono::microseconds(800);
-  // A driver that is away for longer than this is missed: arrivals wait until a leader that polls takes over.
+  // If a driver is away for longer than this, arrivals wait until a leader that polls takes over.
   static constexpr auto kShortAbsence = std::chrono::microseconds(200);
   // A wait in which the thread slept seems longer by this much.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
-  // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and each
-  // sleep between two parts would cost more than they take.
+  // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and a sleep
+  // between two parts would take longer than a part.
   static constexpr auto kTransferLimit = std::chrono::microseconds(20);
   // The same where devices are in use: as long as for a message. A device copies for longer, and the other side needs
-  // no core for it. On an H100 a limit of 100 us made a call with 64 MiB take half as long again.
+  // no core for it. On an H100, a limit of 100 us made a call with 64 MiB take 50 % longer.
   static constexpr auto kDeviceLimit = kLimit;
   static constexpr auto kDeviceLimitToSleep = std::chrono::microseconds(100); // with Waiting::kSleep
   // A longer time between two looks means that the thread was interrupted.

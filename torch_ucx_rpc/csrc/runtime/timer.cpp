@@ -13,7 +13,7 @@ namespace {
 // wait_until(time_point::max()) overflows in libstdc++, so no wait is longer than this.
 constexpr auto kFarAway = std::chrono::hours(24);
 
-// How much later than asked for Linux may wake the thread. The default, 50 us, would double the shortest periods.
+// How late Linux may wake the thread. The default, 50 us, would double the shortest periods.
 constexpr unsigned long kSlackNs = 1000; // NOLINT(google-runtime-int): as prctl() takes it
 
 } // namespace

@@ -36,7 +36,7 @@ class Timer {
 
    private:
     friend class Timer;
-    // Runs the task and returns when it wants to run again. kNever: not before the next dueBy().
+    // Runs the task and returns the time at which it wants to run again. kNever: not before the next dueBy().
     using Run = std::function<TimePoint(TimePoint now)>;
     Task(Timer& timer, Run run) : timer_(timer), run_(std::move(run)) {}
 
@@ -63,8 +63,8 @@ class Timer {
     return now_();
   }
 
-  // Runs all tasks that are due at `now`, in the order of add(). Returns when the next task is due. The timer's thread
-  // calls nothing else.
+  // Runs all tasks that are due at `now`, in the order of add(). Returns the time at which the next task is due. The
+  // timer's thread calls nothing else.
   TimePoint runDue(TimePoint now);
 
  private:

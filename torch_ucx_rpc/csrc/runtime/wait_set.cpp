@@ -81,8 +81,8 @@ void WaitSet::wake() {
 
 void WaitSet::watch(int fd, Operation onReadable) {
   const std::lock_guard lock(mutex_);
-  // The index is the user data, so an entry keeps its place. EPOLLONESHOT because the watcher takes its operation out:
-  // the descriptor stays readable, and must not be found again.
+  // The index is the user data, so an entry keeps its place. EPOLLONESHOT makes the kernel report a descriptor once: it
+  // stays readable, but takeReadable() takes its operation out.
   if (freeWatches_.empty()) {
     watches_.emplace_back();
     freeWatches_.push_back(watches_.size() - 1);

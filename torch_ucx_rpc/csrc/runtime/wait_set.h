@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 // Lets drivers sleep, and wakes them for signals of the transport, for wake-ups, and for watched file descriptors.
 // Thread-safe.
 //
-// All of them sleep on one epoll set, edge triggered. For each event the kernel wakes one sleeper, the one that went to
+// All drivers sleep on one epoll set, edge triggered. For each event the kernel wakes one sleeper, the one that went to
 // sleep last: ep_poll() queues waiters exclusively, at the head. Progress relies on this.
 class WaitSet {
  public:
@@ -23,7 +23,7 @@ class WaitSet {
 
   using Clock = std::chrono::steady_clock;
 
-  // Why a sleep ended. kForNothing: a signal of the process, the end of half a second, or `until` has come.
+  // Why a sleep ended. kForNothing: the process got a signal, half a second has passed, or `until` has come.
   enum class Slept : uint8_t { kForNothing, kUntilWoken, kUntilTransport, kUntilReadable };
   Slept sleep(Clock::time_point until = Clock::time_point::max());
 
