@@ -6,7 +6,7 @@ is. The public names:
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
 * `init_rpc`: for workers that a launcher started; it reads all arguments from the environment
 * `replace_tensorpipe`: starts UCX wherever a program asks for TensorPipe, or for no backend
-* ``errors``: the exceptions of calls that fail, for programs that tell a lost worker from a timeout
+* ``errors``: the exceptions of calls that fail, for programs that distinguish a lost worker from a timeout
 * ``testing``, a module that is imported by name: the agent with faults on demand
 * `native_op`: makes a Python function an operator of torch, which numba compiles and which runs without the GIL
 * ``channel``, likewise by name: one-way tensors between loops of two workers
@@ -33,11 +33,11 @@ The modules and folders of the package; the docstring of each folder lists its m
 * ``_start``       ``init_rpc`` for this backend, step by step
 * ``_bootstrap``   how workers find each other before the first call
 * ``_devices``     device maps, the memory of received tensors on devices, and `wait`
-* ``_launch``      `init_rpc`, and what launchers say in environment variables
+* ``_launch``      `init_rpc`, and the environment variables of launchers
 * ``_native_op``   `native_op`
 * ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; warnings
 * ``_workers``     `on_lost`, and what the libraries know of other workers
-* ``_torch``       everything that is changed in torch
+* ``_torch``       all changes that this package makes to torch
 * ``_cli``         the commands of ``torch-ucx-rpc``, a module each
 * ``__main__``     ``python -m torch_ucx_rpc``
 * ``_C``           the agent itself, written in C++ (``csrc/``)
@@ -65,7 +65,7 @@ if typing.TYPE_CHECKING:
 
 
 def _runs(command: str) -> bool:
-    """True in the process of this command of ``torch-ucx-rpc``."""
+    """Tell whether this process runs this command of ``torch-ucx-rpc``."""
     # With `python -m torch_ucx_rpc`, sys.argv[0] is "-m" while Python looks for the module, and its file afterwards.
     return sys.argv[1:2] == [command] and (
         sys.argv[0].endswith("torch-ucx-rpc")
@@ -75,7 +75,7 @@ def _runs(command: str) -> bool:
 
 @contextlib.contextmanager
 def _without_collections() -> typing.Iterator[None]:
-    """Keep Python's collector from walking the imported objects, mostly torch's: nearly all of them stay."""
+    """Turn Python's garbage collector off during the import: nearly all imported objects stay."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -85,7 +85,7 @@ def _without_collections() -> typing.Iterator[None]:
             gc.enable()
 
 
-# `run` starts workers without any of this, and they should not wait for it.
+# The command `run` uses none of these modules, and its workers start sooner without them.
 _is_complete = not _runs("run")
 _failure: ImportError | OSError | None = None
 if _is_complete:
@@ -94,7 +94,7 @@ if _is_complete:
             # Loads UCX and the extension, or explains why it cannot.
             from torch_ucx_rpc import _native as _native
         except (ImportError, OSError) as error:
-            # `info` shows it.
+            # The command `info` shows the failure.
             if not _runs("info"):
                 raise
             _is_complete, _failure = False, error

@@ -58,7 +58,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     group: StaticGroup | DynamicGroup | None = None
     # Devices of this worker that appear in device maps.
     devices: Collection[torch.device] = ()
-    # The port where Prometheus reads this worker's statistics; None where it does not.
+    # The port where Prometheus reads this worker's statistics; None without one.
     prometheus_port: int | None = None
 
     def __init__(
@@ -73,7 +73,8 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             **faults,
         )
         self.store = store
-        # Servers that read this worker's statistics, and its lifeline; closed after the agent has ended.
+        # The lifeline, and the servers that give out this worker's statistics. `shutdown` closes them after the agent's
+        # end.
         self.endpoints = contextlib.ExitStack()
         self.lifeline: Lifeline | None = None
         # Called when this worker is about to leave a group without a size, while it still has RPC.
@@ -123,7 +124,8 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         self._check_process()
         with contextlib.ExitStack() as last:
             last.callback(self._forget)
-            # Close them after the agent's end: an endpoint may be answering, and its answer may wait for calls.
+            # Close the endpoints after the agent's end: an endpoint may be answering, and its answer may wait for
+            # calls.
             last.callback(self.endpoints.close)
             last.callback(super().shutdown)
             if self.group is not None:
@@ -142,7 +144,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 def destroy_rref_context(ignores_leaks: bool) -> None:
     """Shut the agent down, then call torch's function of this name.
 
-    torch takes its RRefs apart without a lock, and running requests and lost workers use RRefs.
+    torch destroys its RRefs without a lock, while running requests and the handling of lost workers use RRefs.
     """
     agent = current
     try:

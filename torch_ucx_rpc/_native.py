@@ -1,9 +1,9 @@
 """Loads UCX, then the extension ``_C``; every failure is one ImportError that names the cause and the cure.
 
 The order is torch, UCX, ``_C``. The extension has no search paths: it names its libraries (``libc10.so``,
-``libucp.so.0``), and the loader finds those that the process has loaded already. So a libucp that another package
-loaded before, such as Open MPI, is used and not replaced: two of them in one process abort. UCX consists of several
-libraries. If only some of them are loaded, the others are loaded from the same folder.
+``libucp.so.0``), and the loader finds those that the process has loaded already. So the extension uses a libucp that
+another package, such as Open MPI, has loaded before. Two copies of libucp would abort the process. UCX consists of
+several libraries. If only some of them are loaded, this module loads the others from the same folder.
 
 ``TORCH_UCX_RPC_UCX`` chooses the source of UCX: ``wheel`` is the package libucx, ``system`` is conda's or the operating
 system's. By default it is the wheel if there is one.
@@ -200,7 +200,7 @@ def load_wheel() -> bool:
         loading.exec_module(module)
         load_library = module.load_library
     except (OSError, AttributeError):
-        # Another version of libucx keeps it elsewhere.
+        # Another version of libucx keeps `load_library` elsewhere.
         load_library = getattr(importlib.import_module("libucx"), "load_library", None)
     if load_library is None:
         return False

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Linux's default limit of thread ids.
 _MOST_THREADS = 32_767
-# 31 years. Longer times overflow clocks that count nanoseconds, and mean no limit.
+# 31 years. Longer times would overflow clocks that count nanoseconds.
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**62
 _LAST_PORT = 65_535
@@ -48,8 +48,8 @@ class Option(Generic[T]):
     def __set__(self, options: UcxRpcBackendOptions, value: Any) -> None:
         checked = self._check(self._name, value)
         options._values[self._name] = checked
-        # rpc_timeout and init_method are fields of torch's C++ object too, and torch reads them there. Its timeout has
-        # single precision (0.1 is 0.10000000149), so Python reads the values of this class instead.
+        # rpc_timeout and init_method are fields of torch's C++ object too, and torch reads them there. torch's timeout
+        # has single precision (0.1 is 0.10000000149), so Python reads the values of this class instead.
         inherited = vars(RpcBackendOptions).get(self._name)
         if inherited is not None:
             inherited.__set__(options, checked)
@@ -178,33 +178,34 @@ def _check_path(name: str, value: Any) -> str | None:
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options of ``init_rpc(backend="UCX", rpc_backend_options=...)``.
 
-    Each has a default, and can be set as an attribute too. It is checked at once: an unknown name or a wrong type
-    raises TypeError, an impossible value ValueError. ``init_rpc`` takes a copy. Options can be compared, pickled, and
-    pasted back from their ``repr``.
+    Each option has a default, and is also an attribute that can be set. This class checks each value at once: an
+    unknown argument or a wrong type raises TypeError, an impossible value ValueError, and an unknown attribute
+    AttributeError. ``init_rpc`` takes a copy. Options can be compared, pickled, and pasted back from their ``repr``.
 
     Args:
-        num_worker_threads (int): threads that run the calls other workers make here (default: 16). With more of them,
-            more handlers can block at a time; with fewer, less memory is used and the GIL is contended less.
-        max_worker_threads (int): threads at most, when handlers wait for calls of their own (default: 512, and never
+        num_worker_threads (int): threads that run the calls other workers make here (default: 16). With more threads,
+            more handlers can block at a time. With fewer, the worker uses less memory, and threads wait less for the
+            GIL.
+        max_worker_threads (int): limit of threads when handlers wait for calls of their own (default: 512, and never
             fewer than ``num_worker_threads``). Such handlers do not count among ``num_worker_threads``, so that the
             calls they wait for find a thread. A call that still gets none fails, and its error says so.
-        rpc_timeout (float): seconds after which a call fails that was given no timeout of its own (default: 60). 0 is
-            no limit.
+        rpc_timeout (float): seconds after which a call without its own timeout fails (default: 60). 0 is no limit.
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
-            None, 60 or as long as ``rpc_timeout``, whichever is longer; in a group without a size also long enough for
-            a dead member to be lost). 0 is no limit.
+            None, the longer of 60 s and ``rpc_timeout``; in a group without a size also long enough to lose a dead
+            member). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
-            is suspect, with a warning (default: 10). Calls to it wait. 0 is no limit: then only the end of a process is
-            noticed. On the same host the end of a process is noticed at once.
+            is suspect, with a warning (default: 10). Calls to it wait. With 0, which is no limit, a worker notices only
+            the end of a process. On the same host it notices that end at once.
         reconnect_limit (float): seconds for which a suspect worker may stay silent before it is lost and the calls to
-            it fail (default: 60). A shorter cut delays calls, and loses none. With 0 it is lost at ``heartbeat_limit``.
+            it fail (default: 60). A shorter cut delays calls, and loses none. With 0 the worker is lost at
+            ``heartbeat_limit``.
         init_method (str): URL at which the workers find each other, as for ``init_process_group`` (default:
             ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
-        device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
-            arrive (default: none, only CPU tensors can be sent). The CPU may stand on either side, and several devices
-            may go to one. Results come back the same way.
-        reply_device_maps (dict[str, dict]): for each callee, by name, the local device where results from one of its
-            devices arrive, if that cannot or should not follow from ``device_maps`` (default: none).
+        device_maps (dict[str, dict]): for each callee, by name, a dict from local devices to the callee's devices where
+            their tensors arrive (default: none, only CPU tensors can be sent). The CPU may be on either side, and
+            several devices may map to one. Results come back the same way.
+        reply_device_maps (dict[str, dict]): for each callee, by name, a dict from the callee's devices to local devices
+            where their results arrive (default: none; places that it does not name follow from ``device_maps``).
         devices (list): local CUDA devices used for RPC (default: those that device maps mention, this worker's or the
             others').
         receive_window_bytes (int): bytes of large tensors that may be on their way into this worker at a time
@@ -212,24 +213,23 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             smaller one bounds memory, and keeps the buffers in the processor's caches.
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
-        device_pool (str): the memory in which tensors arrive on CUDA devices: "torch" is that of torch's allocator, and
-            "rmm" that of RMM's memory resource for the device, which is the user's, or a pool if there is none
-            (default: "torch").
+        device_pool (str): the allocator of tensors that arrive on CUDA devices (default: "torch"). "torch" is torch's
+            allocator. "rmm" is RMM's memory resource for the device: the user's, or a pool if there is none.
         device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
             all that the device has).
         stream_priority (int): priority of the CUDA streams on which handlers run and received tensors are copied, as
             for ``torch.cuda.Stream``: between -3, the most urgent, and 0, the least (default: 0). A device that has
             fewer priorities takes its nearest. Callbacks of futures run on torch's own streams, of priority 0.
-        prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
-            at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` shows (default: None,
-            no port). Needs the package prometheus_client.
+        prometheus_port (int | None): port for Prometheus, to which each worker adds its rank (default: None, no port).
+            0 is any free port, which ``statistics().prometheus_port`` shows. Workers answer over HTTP, without
+            encryption, on all interfaces. This needs the package prometheus_client.
         waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
             message; "poll" keeps a core busy; "auto" spins for up to 0.8 ms before it sleeps, as long as the last waits
             were that short and each worker of the job on this machine has a core.
-        secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
-            (default: the secret that TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET give; without one, any program
-            that reaches the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user
-            or to root, and no other user may read it.
+        secret_file (str or Path): file with the secret that all workers of the job share (default: the secret that
+            TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET gives). Workers refuse frames that are not sealed with it.
+            Without a secret, any program that reaches the workers' Store can run code in them. ``init_rpc`` reads the
+            file. It must belong to the user or to root, and no other user may read it.
 
     Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
     assign to them or call `set_device_map` and `set_devices`.

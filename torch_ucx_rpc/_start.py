@@ -1,7 +1,7 @@
 """Starting the agent of this process, by ``init_rpc`` or through torch's registry of backends.
 
 The steps are those of ``torch.distributed.rpc.init_rpc``, with the Store and the exchange of members of this package
-(``_bootstrap``). If a step fails, the steps before it are undone, and ``init_rpc`` can be called again.
+(``_bootstrap``). If a step fails, this module undoes the steps before it, and the program can call ``init_rpc`` again.
 """
 
 # mypy: allow-untyped-calls
@@ -54,9 +54,9 @@ _logger = logging.getLogger(__name__)
 # The type of agent for each type of options; ``testing`` adds one.
 AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBackendOptions: UcxRpcAgent}
 
-# UCX chooses other transports for large groups. This is the number it gets for a group without a size.
+# UCX chooses other transports for large groups. For a group without a size, UCX gets this number of peers.
 _TYPICAL_PEERS = 8
-# Seconds for a worker that joins, after a member whose host has died is lost.
+# Seconds that a joining worker still has once it has lost a member whose host died.
 _AFTER_A_LOSS_S = 10.0
 
 
@@ -79,7 +79,7 @@ def init_rpc(
     site_settings.raise_limit_of_files()
     site_settings.check(world_size)
     secret = _load_secret(options)
-    # A Store of torch's looks names up as soon as it has a client, so this comes first.
+    # torch's Store looks up names as soon as it has a client, so spare it that first.
     _C.spare_name_lookups()
     store = open_store(options.init_method, rank, world_size, _init_timeout(options))
     if world_size is None:
@@ -221,13 +221,13 @@ def _make_agent(
         agent.lifeline = open_lifeline(store)
         if agent.lifeline is not None:
             agent.endpoints.callback(agent.lifeline.close)
-        # Before other workers hear of this one: a port in use must not make them wait.
+        # Open them before other workers hear of this one: a port in use must not make those wait.
         _open_endpoints(agent, options)
     return agent
 
 
 def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
-    """Let ``python -m torch_ucx_rpc top``, and Prometheus where asked for, read this worker's statistics."""
+    """Let ``python -m torch_ucx_rpc top`` read this worker's statistics, and Prometheus if the option is set."""
     info = agent.get_worker_info()
 
     def snapshot() -> Statistics:
@@ -235,7 +235,7 @@ def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
 
         return statistics.of_agent(agent)
 
-    # Both are loaded when they are needed. Every worker starts, and few are watched.
+    # Load both modules on demand: every worker starts, but few are watched.
     if options.prometheus_port is not None:
         from torch_ucx_rpc._observe import prometheus
 
@@ -278,7 +278,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
 def _start(agent: UcxRpcAgent) -> None:
     rank = agent.get_worker_info().id
     with _undone_on_error(agent):
-        # Before the agent starts: the first request of another worker may already call back.
+        # Set these before the agent starts: the first request of another worker may already call back.
         _set_profiler_node_id(rank)
         _agent.current = agent
         with _native_errors_named():

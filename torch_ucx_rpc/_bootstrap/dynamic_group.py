@@ -1,16 +1,16 @@
 """A group without a size, which workers join and leave as they like.
 
-A worker that joins enters the list of members in the Store (``member_list``), which gives it the records of earlier
-ones. It asks each of those workers, over UCX, to admit it. Later workers will ask it in turn. So of two workers that
-join at the same time the later one asks the earlier one. The Store is needed for joining only: its host may leave the
-group, and even end, without harm to members. In a job with a secret announcements are authenticated, as the list is.
+A joining worker enters the list of members in the Store (``member_list``), and reads the records of earlier members
+there. It asks each earlier member, over UCX, to admit it. Later workers ask it in turn. So of two workers that join at
+the same time, the later one asks the earlier one. Only joining needs the Store: its host may leave the group, and even
+end, without harm to members. In a job with a secret, the list and the announcements are authenticated.
 
-A worker asks each member until the member answers or is lost. A cut delays a join, but both workers know each other in
-the end.
+A worker asks each member until the member answers or is lost. A network cut delays a join, but both workers know each
+other in the end.
 
-After a cut of more than ``reconnect_limit`` the workers on either side lose the others, and each of them may write that
-into the list. So a worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or
-its name. A worker that joins asks doubtful members too, but does not wait long for them.
+After a cut longer than ``reconnect_limit``, each side loses the workers of the other side. Every worker may mark the
+workers that it lost in the list. So a worker that has merely fallen silent stays on the list, in doubt, until another
+takes its rank or its name. A worker that joins asks doubtful members too, but does not wait long for them.
 """
 
 # mypy: allow-untyped-calls
@@ -87,8 +87,9 @@ class DynamicGroup:
     def enter(self) -> None:
         """Put this worker into the list, and all earlier members into the agent, which is not running yet.
 
-        Raises JoinFailed when the rank or the name is taken, when the group at this Store has a fixed size, or when
-        its workers have another version of this package; ValueError when the device maps do not fit together.
+        Raises JoinFailed when the rank or the name is taken, or when the group at this Store has a fixed size. Raises
+        it also when the group's workers have another version of this package. Raises ValueError when the device maps do
+        not fit together.
         """
         if self._store.check([_STATIC]) and (text := self._store.get(_STATIC)):
             raise _mixture(read_entry(text, self._secret).values.get("member"), has_size=True)
@@ -120,7 +121,7 @@ class DynamicGroup:
     def meet(self, deadline: Deadline) -> None:
         """Wait until all earlier members have admitted this worker, whose agent is running now.
 
-        Members that are lost do not count, nor, after a second, those in doubt. Raises JoinTimedOut at the deadline.
+        Lost members do not count. Members in doubt count for one second. Raises JoinTimedOut at the deadline.
         """
         agent = self._running_agent()
         announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
@@ -218,13 +219,14 @@ class DynamicGroup:
                     self._doubted.add(place)
 
     def _replace(self, place: str, record: Record | None) -> None:
-        # Without the Store no worker can read the list either.
+        # If the Store has ended, no worker reads the list any more.
         with self._expendable.attempt():
             self._list.replace(place, record)
 
 
 class StaticGroup:
-    """The entry of a group of fixed size that workers of a group without a size must notice."""
+    """A group of fixed size. Its entry in the Store shows it to workers that would start a group without a size
+    there."""
 
     is_static = True
 
@@ -257,9 +259,9 @@ class StaticGroup:
 def _mixture(member: object, has_size: bool) -> JoinFailed:
     # The sentence is torch's, which programs and tests may look for.
     return JoinFailed(
-        "RPC group mixes statically and dynamically initialized members which is not supported. At this Store is a "
-        f"group {'with' if has_size else 'without'} a world_size, which {member} belongs to: pass world_size to every "
-        "init_rpc, or to none."
+        "RPC group mixes statically and dynamically initialized members which is not supported. The group at this "
+        f"Store has {'a' if has_size else 'no'} world_size; {member} belongs to it: pass world_size to every init_rpc, "
+        "or to none."
     )
 
 
@@ -267,5 +269,5 @@ def _place_is_taken(own: Record, other: Record) -> JoinFailed:
     what = f"name {own.name!r}" if own.name == other.name else f"rank {own.rank}"
     return JoinFailed(
         f"the worker {what} is not unique: {own} wants to join the group, and {other} is a member; give every worker a "
-        f"rank and a name of its own. If that one has died, the others have not noticed yet."
+        f"rank and a name of its own. If the member has died, the other workers have not noticed yet."
     )

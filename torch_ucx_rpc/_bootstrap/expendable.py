@@ -29,7 +29,7 @@ class ExpendableStore:
         """Give up the block if the Store has ended, or does not answer within some 5 s.
 
         A Store over TCP that has ended fails at once. A Store in a deleted file looks for the file until its timeout, a
-        minute by default, and the end of the process would wait for that.
+        minute by default. The end of the process would wait that long.
         """
         with self._lock, contextlib.suppress(DistError):
             usual = self._store.timeout  # type: ignore[attr-defined]  # not in torch's stubs

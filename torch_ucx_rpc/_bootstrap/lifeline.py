@@ -2,8 +2,8 @@
 
 A failed UCX connection does not say whether the process at its other end has died, or only the connection. Over
 InfiniBand and RoCE a connection to a dead process fails only after some ten seconds. The lifeline shows at once that
-the process has ended (``csrc/peers/lifelines``). Workers that use such a card connect to it at once, and others after a
-failed connection.
+the process has ended (``csrc/peers/lifelines``). Workers that use InfiniBand or RoCE connect to the lifeline at once.
+Other workers connect to it after another connection has failed.
 
 No thread accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
 byte of a stranger is read, and no connection takes a file of this process. Connections beyond the backlog may be
@@ -22,7 +22,7 @@ from torch_ucx_rpc._bootstrap.network import meeting_address
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# The kernel takes less where net.core.somaxconn says so.
+# The kernel lowers this to net.core.somaxconn.
 _BACKLOG = 4096
 
 

@@ -1,4 +1,4 @@
-"""Whether a server listens at an address, without the Store's client, which would wait inside C++."""
+"""Finds out whether a server listens at an address. The Store's own client would wait inside C++."""
 
 from __future__ import annotations
 

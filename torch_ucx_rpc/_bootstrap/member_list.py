@@ -93,7 +93,7 @@ class MemberList:
         self._store.set(place, "")
 
     def replace(self, place: str, record: Record | None) -> None:
-        """Change the entry of another worker, None for no record; a worker that left the list stays off it."""
+        """Replace another worker's record; None empties its place. A worker that left the list stays off it."""
         if text := self._store.get(place):
             self._store.compare_set(place, text.decode(), "" if record is None else self._entry(record))
 

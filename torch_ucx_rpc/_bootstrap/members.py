@@ -66,9 +66,9 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
         timeout: seconds to wait for workers that have not come; 0 is no limit.
         secret: the secret of the job; None for a job without one.
 
-    Raises JoinFailed when workers do not come, have the same rank or name, or do not fit together; ValueError when
-    their device maps do not fit together. All workers that have come raise the same error, except those with another
-    secret than rank 0.
+    Raises JoinFailed when workers do not come, have the same rank or name, or do not fit together. Raises ValueError
+    when their device maps do not fit together. All workers that have come raise the same error, except workers whose
+    secret differs from rank 0's.
     """
     store = PrefixStore("torch_ucx_rpc", store)
     deadline = Deadline(timeout)
@@ -112,7 +112,7 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
 def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """Do another rank's part: wait for the verdict of rank 0."""
     with contextlib.closing(Relay(store, number_below(own.rank, own.world_size))) as relay:
-        # Before this worker is in the list.
+        # Publish the relay before this worker enters the list.
         if relay.places:
             store.set(_relay_key(own.rank), write_entry({"places": relay.places}, secret))
         with _listed(store, own, secret) as position:
@@ -196,7 +196,7 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
     # Rank 0 is the only one that asks here, so it may ask often.
     for is_over in ask_again(1, deadline):
         has_new = arrivals.read()
-        # An error is raised when all have come, so that all hear of it.
+        # Raise an error only when all workers have come, so that every worker hears of it.
         if is_over or (has_new and arrivals.are_all()):
             arrivals.forget_those_who_left()
             if is_over or arrivals.are_all():
@@ -268,7 +268,7 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
     if not store.check(["verdict"]):
         return None
     verdict = read_entry(store.get("verdict"), secret)
-    # Rank 0 did not write other values, and will overwrite them.
+    # Values of another form are not rank 0's, and rank 0 will overwrite them.
     is_group = isinstance(verdict.values.get("members"), int)
     kinds = {"by": int, "bytes": int, "digest": str} if is_group else {"sessions": list}
     is_whole = all(isinstance(verdict.values.get(name), kind) for name, kind in kinds.items())
@@ -324,8 +324,8 @@ class _Arrivals:
         return len(self._present) >= min(self.world_sizes())
 
     def read_sessions(self) -> set[int]:
-        """Return sessions of all entries, valid or not, but only the first of each process: others belong to its next
-        attempt."""
+        """Return sessions of all entries, valid or not, but only the first of each process: later ones belong to its
+        next attempt."""
         self.read()
         first_of_process: dict[str, int] = {}
         for values in self._values():
@@ -402,7 +402,7 @@ def _check_agreement(records: list[Record]) -> None:
         if earlier.rank == later.rank:
             raise JoinFailed(
                 f"rank {earlier.rank} is taken twice, by {earlier} and by {later}; start every worker with a rank of "
-                f"its own, and restart all of them if one of these was there before."
+                f"its own. If one of the two is left over from an earlier run, restart all workers."
             )
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.name)):
         if earlier.name == later.name:

@@ -65,7 +65,8 @@ def address_towards(host: str) -> str | None:
 
 
 def meeting_address(store: Store) -> str | None:
-    """This host's address for workers on other hosts; None if it has none, or they all are on this host.
+    """This host's address for workers on other hosts; None if there is no such address, or if all workers are on this
+    host.
 
     It is the address that leads to the Store. Where the workers meet in a file, it is the default route's.
     """
@@ -75,7 +76,7 @@ def meeting_address(store: Store) -> str | None:
 
 
 def infiniband_devices(ucx_path: str) -> list[str]:
-    """Interfaces over InfiniBand, and InfiniBand and RoCE ports that are up, if that UCX can use them.
+    """Interfaces over InfiniBand; also InfiniBand and RoCE ports that are up, if the UCX at ``ucx_path`` can use them.
 
     UCX warns of devices in UCX_NET_DEVICES that it cannot use.
     """

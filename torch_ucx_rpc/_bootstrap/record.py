@@ -94,7 +94,7 @@ class Record(NamedTuple):
 
 
 def _convert_device_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    # Workers that share an object with their devices have it converted once.
+    # Workers whose device fields are the same objects share one conversion.
     known: dict[tuple[int, ...], dict[str, Any]] = {}
     rows = []
     for row in zip(*(columns[name] for name in DEVICE_FIELDS), strict=True):
@@ -109,13 +109,13 @@ def _convert_device_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any
 def _plain_fields() -> dict[str, type]:
     """Types of the fields that JSON needs no conversion for."""
     kinds = {kind.__name__: kind for kind in (bool, int, str)}
-    # typing.get_type_hints would take 2 ms to look up the others.
+    # typing.get_type_hints would take 2 ms, since it looks up all types.
     names = {name: annotation.__forward_arg__ for name, annotation in Record.__annotations__.items()}
     return {name: kinds[kind] for name, kind in names.items() if kind in kinds}
 
 
 def _device(text: object) -> torch.device:
-    # torch.device would take numbers too, and mean GPUs of this machine.
+    # torch.device also accepts numbers, and takes them for GPUs of this machine.
     if not isinstance(text, str):
         raise TypeError(f"{text!r} is not a device")
     return torch.device(text)

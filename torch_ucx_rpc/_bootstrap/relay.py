@@ -7,13 +7,13 @@ records to `FAN_OUT` workers, whatever the size of the group. The invariants:
 1. A worker believes only bytes that have the digest in the verdict. So it does not matter who has sent them.
 2. If anything goes wrong, a worker reads the records from the Store, where they remain. It does so when the worker
    above it has ended or is silent for `_PATIENCE_S`, and concludes nothing else from that.
-3. A worker waits only for the one above it, whose rank is lower. No worker waits for one below it: a thread serves
-   those, and ends when all have come, or none has come for `_FAREWELL_S`.
+3. A worker waits only for the one above it, whose rank is lower. No worker waits for one below it: a thread serves the
+   workers below. The thread ends when all have come, or when none has come for `_FAREWELL_S`.
 4. A worker listens before it is in the list of arrivals. So if it is a member, those below it find its relay, unless
    the worker has ended or the relay is over.
 
-The relay listens on a Unix socket with a name in Linux's abstract namespace, for workers of the same host, and on a TCP
-port, where the workers meet over a network. It reads nothing.
+The relay listens on a Unix socket with a name in Linux's abstract namespace, for workers of the same host, and, if the
+workers meet over a network, on a TCP port. The relay reads nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _serve(listeners: list[socket.socket], below: int, packed: bytes) -> None:
 
 
 def take(places: list[Any], size: int) -> bytes:
-    """Return at most ``size`` bytes that the relay at these places sends; none if it is not there, or is silent.
+    """Return at most ``size`` bytes that the relay at these places sends; empty if the relay is absent or silent.
 
     The places are from the Store: they may be anything, and so may the bytes.
     """

@@ -46,8 +46,8 @@ STORE_ENDS = (
 
 # A Store answers a new connection within this time. If there is no answer, the port is not a Store's.
 _ANSWER_S = 10.0
-# A busy Store needs longer: torch's looks up the host name of each client, and a DNS that does not answer costs 5 s or
-# more.
+# A busy Store needs longer. torch's Store looks up the host name of each client, and a DNS server that does not answer
+# costs 5 s or more.
 _LONGEST_ANSWER_S = 300.0
 
 # The end of the process waits this long for requests to a Store that are still under way.
@@ -94,8 +94,7 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         # A group without a size forgets its dead members, and may contain workers of other jobs.
         outlives_attempts = world_size is not None and attempt != "0"
     if outlives_attempts and attempt:
-        # After a restart of the workers, such a Store (torchrun's, or a file) still has all entries of the attempt
-        # before.
+        # After a restart of the workers, torchrun's Store or a file still has all entries of the previous attempt.
         store = PrefixStore(f"/worker/attempt_{attempt}", store)
     _limit_waits(store, timeout)
     _kept = (iterator, store)
@@ -108,7 +107,8 @@ def _limit_waits(store: Store, timeout: float) -> None:
 
 
 def _check_folder(url: ParseResult) -> None:
-    """torch's FileStore would wait minutes for a folder to appear, and ignore Ctrl-C."""
+    """Raise ValueError if the file's folder is missing: torch's FileStore would wait minutes for it, and ignore
+    Ctrl-C."""
     folder = Path(url.path).parent
     if not folder.is_dir():
         raise ValueError(
@@ -229,7 +229,7 @@ def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
             raise JoinTimedOut(
                 f"the Store of this job is not at {address}, after {deadline.timeout:g} s: rank 0 must be running "
                 f"there. Check that it has started and got as far as init_rpc(), and that its host can be reached; if "
-                f"rank 0 is on another host, set MASTER_ADDR to that. ({places})",
+                f"rank 0 is on another host, set MASTER_ADDR to that host. ({places})",
                 timeout=deadline.timeout,
             )
         time.sleep(min(pause, deadline.remaining()))
@@ -276,8 +276,8 @@ def _create_tcp_store(
         )
 
     try:
-        # Longer than TCPStore's own timeout. TCPStore overruns that by its last pause, and does not apply it to a
-        # server that never answers.
+        # Longer than TCPStore's own timeout. TCPStore overruns its timeout by its last pause, and applies no timeout to
+        # a server that never answers.
         return _interruptible(create, answer_s + 2 * _ANSWER_S)
     except (DistError, TimeoutError) as error:
         if is_server and "EADDRINUSE" in str(error):
@@ -292,7 +292,7 @@ def _create_tcp_store(
             )
         else:
             problem = (
-                f"rank {rank} cannot use what listens at {address} as a Store: if another program does, choose another "
+                f"rank {rank} cannot use the server at {address} as a Store: if it is another program, choose another "
                 f"port. ({error}){hint}"
             )
         raise JoinFailed(problem) from error
@@ -304,7 +304,7 @@ _left_behind: list[threading.Thread] = []
 
 @atexit.register
 def _await_left_behind() -> None:
-    """Wait for these threads: one that returns from C++ during finalization would abort the process."""
+    """Wait for the threads left behind: a thread that returns from C++ during finalization would abort the process."""
     end = Deadline(_LAST_WAIT_S)
     for thread in _left_behind:
         thread.join(end.remaining())

@@ -3,8 +3,8 @@
 The secret has two uses. Texts in the Store carry an HMAC-SHA256, which tells a worker's text from a stranger's. And
 every ordered pair of workers has a key for the frames between them (``wire/seal.h``). HKDF (RFC 5869) derives that key
 from the secret and both sessions: numbers that each worker draws at random for one life of its agent, and publishes in
-its record. Frames recorded in an earlier life do not fit the new key. So no challenge and answer are needed, which UCX
-could not bind to the frames that follow.
+its record. Frames recorded in an earlier life do not fit the new key. So workers need no challenge and answer, which
+UCX could not bind to the frames that follow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "TORCH_UCX_RPC_SECRET"
 
 # An observer of one frame can try secrets offline. 16 random bytes cannot be guessed.
 _LEAST_BYTES = 16
-# No secret is longer. A large file cannot be a secret, and is not read to its end.
+# The longest secret. `_from_file` does not read a larger file to its end.
 _MOST_BYTES = 4096
 
 # The keys in a job without a secret; see `Secret.frame_keys`.
@@ -51,7 +51,7 @@ class Secret:
         }
 
     def join_key(self, session: int) -> bytes:
-        """Key of announcements to the worker of this session, from workers that join and that it does not know yet."""
+        """Key of the announcements that joining workers send to the worker of this session."""
         return self.key("join", session)
 
     def tag(self, text: str) -> str:
@@ -66,7 +66,8 @@ class Secret:
 
 
 class Entry(NamedTuple):
-    """An entry of the Store: its values, and any doubt about them, as a text with {own} and {who} for the workers."""
+    """An entry of the Store: its values, and any doubt about them, as a text with the placeholders {own} and {who} for
+    workers."""
 
     values: dict[str, Any]
     doubt: str = ""
@@ -117,10 +118,10 @@ def _to_values(text: bytes | str) -> dict[str, Any]:
 
 
 def load_secret(secret_file: str | None) -> Secret | None:
-    """Return the secret in the file, or the one in the environment; None without both.
+    """Return the secret in the file, or else the secret in the environment; None if there is neither.
 
-    Raises ValueError for a secret that is too short or too long and for a file that other users can read; OSError for a
-    file that this process cannot read.
+    Raises ValueError for a secret that is too short or too long, and for a file that other users can read. Raises
+    OSError for a file that this process cannot read.
     """
     if secret_file is not None:
         return _from_file(secret_file, "secret_file")
@@ -141,7 +142,7 @@ def _from_file(path: str, named_by: str) -> Secret:
             raise ValueError(f"{what} is not a regular file: {_HOW_TO_MAKE}.")
         if facts.st_uid not in (0, os.geteuid()):
             raise ValueError(
-                f"{what} belongs to user {facts.st_uid}, who can change it: it must belong to this one, {os.geteuid()}."
+                f"{what} belongs to user {facts.st_uid}, who can change it: give it to user {os.geteuid()} or root."
             )
         if mode := stat.S_IMODE(facts.st_mode) & 0o077:
             raise ValueError(f"{what} is open to other users (mode {mode:03o} for group and others): chmod 600 it.")

@@ -63,22 +63,22 @@ _told: set[Problem] = set()
 
 
 def keeps_limit_of_files() -> bool:
-    """Tell whether the user wants the soft limit of open files as it is."""
+    """Tell whether the user wants to keep the soft limit of open files."""
     return os.environ.get(KEEP_NOFILE) == "1"
 
 
 def raise_limit_of_files() -> None:
     """Raise the soft limit of open files to the hard one, unless TORCH_UCX_RPC_KEEP_NOFILE=1.
 
-    Python and UCX do not use select(), for which the soft limit is often low. Forked children may, so they get the old
-    limit back.
+    The soft limit is often low for the sake of select(), which this package and UCX do not use. Forked children may use
+    it, so they get the old limit back.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == most or keeps_limit_of_files():
         return
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.register_at_fork(after_in_child=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most)))
-    _logger.info("this process may open %d files now, and could open %d (%s=1 keeps that)", most, limit, KEEP_NOFILE)
+    _logger.info("this process may open %d files now instead of %d (%s=1 prevents that)", most, limit, KEEP_NOFILE)
 
 
 def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:

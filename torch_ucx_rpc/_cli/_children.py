@@ -1,4 +1,4 @@
-"""Ends the started workers of ``run`` if elastic could not start all of them, and so does not know any."""
+"""Ends the started workers of ``run`` if elastic could not start all workers: then elastic has lost track of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch_ucx_rpc._cli._starter.client import Worker
 
-# A worker that ignores SIGTERM for this long is killed, and then awaited for as long.
+# How long to wait for a worker after SIGTERM, and again after SIGKILL.
 _PATIENCE_S = 10.0
 
 _LIMITS = {

@@ -33,11 +33,10 @@ from torch_ucx_rpc._launch.environment import default_name
 # Seconds between two looks at the workers, and at the Store, which has news of other machines.
 MONITOR_INTERVAL_S = 0.05
 
-# When a worker has failed, another one that has written a traceback has this long to end: the first failure may be its
-# own.
+# After a worker has failed, wait this long for a running worker that has written a traceback: it may have failed first.
 _LAST_MOMENTS_S = 3.0
-# The same for a worker that the failed worker names in its last words. It has said goodbye and is ending, which takes
-# long on a busy machine.
+# The same for a worker that the failed worker names in its last words. That worker is ending, which takes long on a
+# busy machine.
 _GOODBYE_S = 30.0
 
 # A machine that learns of the end of a job, or of an attempt, waits at most this long for the others to learn of it.
@@ -113,10 +112,10 @@ class WorkerNames(LogsSpecs):
 
 
 class JobAgent(LocalElasticAgent):
-    """elastic's agent of this machine; raises the first `Failure` of the job, on whichever machine it is.
+    """elastic's agent of this machine. It raises the first `Failure` of the job, of any machine.
 
-    While restarts are left, elastic starts the workers again instead, on all machines: each of them learns of the
-    failure. A signal to one of the launchers ends all of them, with elastic's SignalException.
+    While restarts are left, elastic instead restarts the workers on all machines: each machine learns of the failure. A
+    signal to one of the launchers ends all of them, with elastic's SignalException.
     """
 
     def __init__(
@@ -251,7 +250,7 @@ class JobAgent(LocalElasticAgent):
     def _tell(self, worker_group: Any, key: str, news: str) -> str:
         """Publish ``news`` to all machines, unless another was faster; return what was published."""
         if worker_group.group_world_size > 1:
-            # Without a Store, the others know that something is wrong.
+            # If the Store is gone, the other machines notice that themselves.
             with contextlib.suppress(DistError):
                 told: str = worker_group.store.compare_set(key, "", news).decode()
                 return told
@@ -300,7 +299,7 @@ class JobAgent(LocalElasticAgent):
         if not suspects or waited < _LAST_MOMENTS_S:
             return bool(suspects)
         words = "\n".join(map(self._output.last_words, failed))
-        # The name of a worker in errors.
+        # Errors name a worker in this form.
         return waited < _GOODBYE_S and any(f", pid {pid} on {socket.gethostname()})" in words for pid in suspects)
 
     def _first_failure(self, result: RunResult) -> Failure:
@@ -329,7 +328,7 @@ class JobAgent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def _started_by(starter: Starter) -> Iterator[None]:
-    """Let ``starter`` start the workers of elastic, which has no other place to say so."""
+    """Let ``starter`` start elastic's workers. elastic has no setting for this, so replace its function."""
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
@@ -355,7 +354,7 @@ def _not_started(count: int, error: Exception) -> Failure:
 
 
 def _hung() -> Failure:
-    # elastic looks for such workers where the variable is set, and no signal ends them.
+    # elastic looks for hung workers only if the user sets this variable. No signal ends them.
     return Failure(
         f"a worker on {socket.gethostname()} has hung in the kernel (state D) for longer than "
         f"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT: see which device or file system of that machine does not answer",

@@ -30,7 +30,7 @@ _SLOW_RESOLVER_S = 1.0
 
 
 def add_machine(report: Report) -> None:
-    """Look at this machine."""
+    """Add the facts and the problems of this machine."""
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     keeps_files = keeps_limit_of_files()
@@ -78,8 +78,8 @@ def _add_resolver(report: Report) -> None:
     report.add("machine", resolver=f"no answer in {took:.1f} s" if question.is_alive() else f"{took * 1000:.0f} ms")
     if question.is_alive():
         report.complain(
-            f"the resolver has not found the name of {address} in {took:.1f} s, and torchrun and TensorPipe's workers "
-            f"ask it for their own",
+            f"the resolver has not found the name of {address} in {took:.1f} s; torchrun and TensorPipe's workers "
+            f"ask it for their own names",
             "fix the DNS of this host (/etc/resolv.conf)",
         )
 

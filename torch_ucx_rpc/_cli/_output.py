@@ -25,7 +25,7 @@ _SHOWN_LINES = 20
 
 # The capacity of a pipe.
 _READ_BYTES = 65_536
-# The reader of the launcher's output may keep it waiting.
+# The longest wait in `catch_up`: a slow reader of the launcher's output delays the thread.
 _CATCHING_UP_S = 5.0
 
 
@@ -65,14 +65,14 @@ class Stream:
             return
         try:
             for line in lines:
-                # One write for the whole line, since others write there too.
+                # One write for the whole line, since other streams write to the same target.
                 self._target.write(self._prefix + line)
             self._target.flush()
         except OSError as error:
             # The reader has gone (`| head`), or a disk is full. The workers go on.
             self._is_lost = True
             if not isinstance(error, BrokenPipeError):
-                print(f"torch_ucx_rpc run: what a worker writes is lost from now on: {error}", file=sys.stderr)
+                print(f"torch_ucx_rpc run: the output of a worker is lost from now on: {error}", file=sys.stderr)
 
 
 class WorkerOutput:
@@ -103,9 +103,9 @@ class WorkerOutput:
         self._answers = threading.Condition()
 
     def path(self, worker: str, kind: str) -> str:
-        """The pipe for a worker's ``"stdout"`` or ``"stderr"``. To be called for all workers before `start`.
+        """The pipe for a worker's ``"stdout"`` or ``"stderr"``. Call this for all workers before `start`.
 
-        A worker that is started again gets the same one, and the last words of its earlier life are forgotten.
+        A restarted worker gets the same pipe, and its earlier last words are forgotten.
         """
         pipe = self._pipes / f"{worker}.{kind}"
         if (worker, kind) in self._streams:
@@ -128,7 +128,7 @@ class WorkerOutput:
     def error_file(self, worker: str) -> str:
         """The file for a report of ``torch.distributed.elastic.multiprocessing.errors.record``, if any."""
         file = self._pipes / f"{worker}.error.json"
-        # The report of the worker's earlier life.
+        # Remove the report of the worker's earlier life.
         file.unlink(missing_ok=True)
         return str(file)
 
@@ -145,7 +145,7 @@ class WorkerOutput:
             self._answers.wait_for(lambda: self._answered == self._rung, _CATCHING_UP_S)
 
     def finish(self) -> None:
-        """Pass on the rest of the output. All workers have ended; `start` is for the next ones."""
+        """Pass on the rest of the output, after all workers have ended. For new workers, call `start` again."""
         if self._thread is not None:
             self._is_over.set()
             self._ring()
@@ -155,7 +155,7 @@ class WorkerOutput:
             stream.finish()
 
     def close(self) -> None:
-        """Pass on the rest of the output, and release all files. All workers have ended."""
+        """Pass on the rest of the output, and release all files. Call this after all workers have ended."""
         self.finish()
         self._resources.close()
 
@@ -195,7 +195,7 @@ class WorkerOutput:
             else:
                 key.data.take(os.read(key.fd, _READ_BYTES))
         if has_rung:
-            # All output written before the ring could be read.
+            # This round has read all output that was written before the ring.
             os.eventfd_read(self._bell)
             with self._answers:
                 self._answered += 1

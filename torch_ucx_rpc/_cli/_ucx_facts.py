@@ -81,7 +81,7 @@ def _wheel(report: Report) -> None:
     ):
         right = f"libucx-cu{torch_cuda.split('.')[0]}"
         report.complain(
-            f"this torch is for CUDA {torch_cuda}, and UCX comes from {wheels[0]}, which is for another one",
+            f"this torch is for CUDA {torch_cuda}, and UCX comes from {wheels[0]}, which is for another CUDA",
             f"pip uninstall {wheels[0]}; pip install {right}",
         )
 

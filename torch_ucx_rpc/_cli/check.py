@@ -37,7 +37,7 @@ _LEAST_PAIRS = 6
 # Warm-up, calls and tensors of a pair take some tenths of a second. If a host is in more pairs than this, each gets
 # less time.
 _UNHURRIED_PAIRS = 60
-# Time for a worker to end after it has been told to, and the longest time for measuring a pair if nothing is wrong.
+# How long to wait for a worker to end, and the longest time for measuring a pair if nothing is wrong.
 _END_S = 10.0
 _PAIR_S = 5.0
 

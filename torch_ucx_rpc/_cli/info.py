@@ -153,12 +153,12 @@ def _environment(report: Report) -> None:
     report.problems += site_settings.of_settings(os.environ)
     shown = {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)}
     if "TORCH_UCX_RPC_SECRET" in shown:
-        shown["TORCH_UCX_RPC_SECRET"] = "(not shown)"  # reports are passed on
+        shown["TORCH_UCX_RPC_SECRET"] = "(not shown)"  # users send reports to others
     report.add("environment", **shown)
     for name in os.environ:
         if name.startswith("TORCH_UCX_RPC_") and name not in _OWN_VARIABLES:
             report.complain(
-                f"the variable {name} means nothing to torch_ucx_rpc",
+                f"torch_ucx_rpc has no variable {name}",
                 f"unset it, or correct its name: there are {', '.join(sorted(_OWN_VARIABLES))}",
             )
     if "MASTER_ADDR" in os.environ:
@@ -171,7 +171,7 @@ def _rendezvous(report: Report, host: str) -> None:
     except OSError as error:
         report.complain(
             f"MASTER_ADDR={host} cannot be resolved on this host ({error.strerror})",
-            "set it to an address, or to a name that every host knows, of the host of rank 0",
+            "set it to an address of rank 0's host, or to a name of that host that every host knows",
         )
         return
     report.add("environment", MASTER_ADDR_is=address)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Time for the launchers of all machines to meet.
 _RENDEZVOUS_S = 600
 
-# torch's pattern for a worker's name, which is shorter than 128 letters, without the index.
+# torch's pattern for a worker's name, without the index. A name has fewer than 128 letters.
 _ROLE = re.compile(r"[A-Za-z0-9_:-]{1,100}")
 
 
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         os.environ[REPLACE_TENSORPIPE] = "1"
     # The imported objects stay. `_run` turns collections on again.
     gc.disable()
-    # It imports torch while this process does so.
+    # The starter imports torch at the same time as this process.
     with contextlib.closing(Starter(program, arguments.start, arguments.preload)) as starter:
         code = _run(arguments, roles, program, signals, starter)
     for stream in (sys.stdout, sys.stderr):
@@ -65,7 +65,7 @@ def _program(arguments: argparse.Namespace) -> list[str]:
         if words is not None:
             if not words:
                 arguments.error(f"{option} needs a {'module' if option == '-m' else 'program'}")
-            # argparse takes what follows "--" for the script's.
+            # argparse gives the words after "--" to the script.
             return [option, *words, *arguments.script]
     script: list[str] = arguments.script
     if script[:1] == ["--"]:
@@ -219,5 +219,5 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     if arguments.node_rank != 0:
         await_listener(host, port, "the launcher with --node-rank 0", Deadline(_RENDEZVOUS_S), "")
     elif not is_this_host(host):
-        raise ValueError(f"--rdzv {endpoint} is not on this machine, which is the one of --node-rank 0")
+        raise ValueError(f"--rdzv {endpoint} must be an address of this machine, since it has --node-rank 0")
     return StaticTCPRendezvous(host, port, arguments.node_rank, arguments.nnodes, endpoint, _RENDEZVOUS_S)

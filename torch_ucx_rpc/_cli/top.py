@@ -31,7 +31,7 @@ class View:
 
 
 class Job:
-    """One job, as seen from the workers of it that are on this host."""
+    """One job, as its workers on this host see it."""
 
     def __init__(self, found: list[observation.Found], sample: Statistics) -> None:
         self.found = found
@@ -42,7 +42,8 @@ class Job:
         return f"{len(self._sample.peers)} workers, here the processes {pids}"
 
     def view(self) -> View:
-        """Ask the workers of this host directly, and the others through one of them. An ended job gives no answers."""
+        """Ask the workers of this host directly, and the others through one of them. The view of an ended job is
+        empty."""
         workers: dict[int, Statistics | str] = {}
         relay = None
         for found in self.found:
@@ -127,7 +128,7 @@ def _watch(job: Job, out: Any, view: View, arguments: argparse.Namespace) -> Non
 
 
 def _picture(before: View | None, now: View, arguments: argparse.Namespace, out: Console) -> Table:
-    """The changes between two views, or since the beginning, as wide as ``out`` at most."""
+    """A table of the changes between two views, or since the beginning, at most as wide as ``out``."""
     make = _services if arguments.services else _peers if arguments.peers else _workers
     layout, rows = make(before, now)
     shown = list(layout.columns)
@@ -143,11 +144,11 @@ def _picture(before: View | None, now: View, arguments: argparse.Namespace, out:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The columns of a table: texts first, then figures, and those that a narrow terminal goes without."""
+    """The columns of a table: texts first, then figures, and the columns that a narrow terminal omits."""
 
     texts: tuple[str, ...]
     figures: tuple[str, ...]
-    # In the order in which they go, and without "/s".
+    # In the order of omission, and without "/s".
     least_important: tuple[str, ...]
 
     @property

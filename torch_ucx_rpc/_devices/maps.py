@@ -1,4 +1,4 @@
-"""Device maps: they say on which devices tensors arrive. Here the maps of all workers are checked and combined.
+"""Device maps: they say on which devices tensors arrive. This module checks and combines the maps of all workers.
 
 docs/gpu.md has the rules. Errors begin with TensorPipe's words, which programs and PyTorch's tests look for.
 """
@@ -100,7 +100,8 @@ def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
 
 
 def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
-    """Raise ValueError unless all device maps fit together. A dynamic group may map workers that have not come yet."""
+    """Raise ValueError unless all device maps fit together. In a dynamic group, maps may name workers that have not
+    joined yet."""
     members = {record.name: record for record in records}
     for record in records:
         if len(set(record.devices)) != len(record.devices):

@@ -47,7 +47,7 @@ def _starting_process() -> str | None:
 def _control_socket() -> str | None:
     """The socket that hydra has with mpirun, and that all its children inherit; None if it has been closed since.
 
-    This is the second choice: where it has been closed, another socket may have its number.
+    This is the second choice: if the socket has been closed, another socket may have its number.
     """
     try:
         facts = os.fstat(int(os.environ["HYDI_CONTROL_FD"]))

@@ -31,7 +31,7 @@ def init_rpc(
 ) -> None:
     """``torch.distributed.rpc.init_rpc`` on UCX. The launcher of the process supplies the arguments that are not given.
 
-    It is the first of these whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
+    The launcher is the first of these whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
     torchrun, or by hand), mpirun of Open MPI or MPICH, Slurm's srun. Without a launcher, rank and size are those of an
     initialized process group of ``torch.distributed``.
 
@@ -45,17 +45,18 @@ def init_rpc(
     * under another mpirun, with mpi4py, the host of rank 0, asked over MPI
     * the Store of the process group
 
-    If only a host is known, the port is one of four that follow from the number of the job.
+    If only a host is known, the port is one of four that follow from the job's identity.
 
     Args:
         name (str): name of this worker (default: its role and its number in it, such as ``"trainer3"``, or
             ``"worker3"``).
-        rank (int): number of this worker, from 0 on.
-        world_size (int): number of workers; 0 for a group that workers join and leave.
-        rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc``.
+        rank (int): number of this worker, from 0 on (default: from the launcher).
+        world_size (int): number of workers; 0 for a group that workers join and leave (default: from the launcher).
+        rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc`` (default:
+            `UcxRpcBackendOptions` without arguments).
 
-    Raises JoinFailed if rank, size or meeting place is unknown; ValueError for impossible or contradictory
-    environment variables; and the errors of ``torch.distributed.rpc.init_rpc``.
+    Raises JoinFailed if rank, size or meeting place is unknown. Raises ValueError for impossible or contradictory
+    environment variables. Raises also the errors of ``torch.distributed.rpc.init_rpc``.
 
     Example::
 

@@ -32,7 +32,7 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
     """The host of rank 0 and a name for this job, broadcast by rank 0. All workers that mpirun started must call this.
 
     Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI uses that
-    UCX instead of an older one of its own. The reverse order is refused when this package is imported (``_native``).
+    UCX instead of an older one of its own. ``_native`` refuses the reverse order at import.
 
     Raises JoinFailed if mpi4py belongs to another MPI than mpirun, or MPI cannot start; JoinTimedOut if the other
     workers have not come within ``timeout`` seconds (0: no limit).
@@ -57,8 +57,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
         letter[:] = text.encode().ljust(_LETTER_BYTES)
     deadline = Deadline(timeout)
     _await(world.Ibcast([letter, mpi.BYTE], 0), world.rank, deadline)
-    # Without these, MPICH 4.0 over UCX would hang in MPI_Finalize, at the end of the process: it does if all messages
-    # of a connection went in one direction.
+    # Without these barriers, MPICH 4.0 over UCX would hang in MPI_Finalize, at the end of the process. It hangs if all
+    # messages of a connection went in one direction.
     for _ in range(2):
         _await(world.Ibarrier(), world.rank, deadline)
     host, job = json.loads(letter)

@@ -1,7 +1,7 @@
 """Machine code for `native_op`, by numba; imported when the first operator is defined.
 
-C++ calls the code of an operator with a row of slots that hold its arguments (``csrc/native_op/native_op.h``). A
-function in between unpacks the slots. Two intrinsics of numba make it, and it is compiled together with the user's
+C++ calls the code of an operator with a row of slots that hold its arguments (``csrc/native_op/native_op.h``). An
+adapter unpacks the slots. Two intrinsics of numba generate the adapter, and numba compiles it together with the user's
 function.
 """
 
@@ -67,8 +67,8 @@ class NumbaCode:
     def compile(self, tensors: Sequence[tuple[torch.dtype, int, bool]]) -> tuple[int, torch.dtype, int]:
         """The address of code for tensor arguments of these dtypes, dimensions and contiguities.
 
-        The address is followed by the dtype and the number of dimensions of the returned tensor; they mean nothing if
-        the code does not return a tensor. Raises TypeError for tensors that the function does not compile for.
+        The address is followed by the dtype and the number of dimensions of the returned tensor; both are meaningless
+        if the code returns no tensor. Raises TypeError for tensors that the function does not compile for.
         """
         described = ", ".join(
             f"{name} {dtype} of {dims} dimension{'s' * (dims != 1)}"

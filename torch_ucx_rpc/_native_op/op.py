@@ -34,7 +34,7 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
 
         torch.ops.ps.accumulate(torch.zeros(3), torch.ones(3))   # or accumulate(...)
 
-    On another worker it runs within a TorchScript function, which RPC runs without the GIL too::
+    On another worker the operator runs within a TorchScript function, which RPC also runs without the GIL::
 
         @torch.jit.script
         def update(parameter: RRef[Tensor], gradient: Tensor) -> None:
@@ -42,27 +42,28 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
 
         rpc.rpc_async("ps", update, args=(parameter, gradient))
 
-    The function gets each tensor as an array on the tensor's memory, CPU tensors only. It is compiled for the dtypes,
-    numbers of dimensions and layouts (contiguous or not) that a call has, when the first such call is made; that takes
-    the GIL, and a second or so. Arrays of arguments that the schema does not mark as written (``Tensor(a!)``) are read
-    only: a function that writes to them does not compile. Calls that write to the same storage take turns.
+    The function gets each tensor as an array on the tensor's memory. All tensors must be on the CPU. numba compiles the
+    function at the first call with given dtypes, numbers of dimensions and layouts (contiguous or not). That takes the
+    GIL, and about a second. Arrays of arguments that the schema does not mark as written (``Tensor(a!)``) are
+    read-only: a function that writes to them does not compile. Calls that write to the same storage take turns.
 
     Args:
-        schema: in torch's language, with a namespace. Arguments are ``Tensor``, ``int``, ``float`` and ``bool``, with
-            any defaults, and at least one of them is a tensor. The result is ``()``, ``int``, ``float``,
-            ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)``, which is the argument marked
-            so; then the function returns nothing.
+        schema (str): the operator's schema in torch's language, with a namespace. Arguments are ``Tensor``, ``int``,
+            ``float`` and ``bool``, with any defaults, and at least one of them is a tensor. The result is ``()``,
+            ``int``, ``float``,
+            ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)`` for the argument with that
+            mark. With ``Tensor(a!)`` the function itself returns nothing.
 
     Returns the operator of ``torch.ops``, which TorchScript knows by either name.
 
-    The decorated function may be numba's already, from ``numba.njit`` with options of its own, but not a parallel one:
-    numba's default threads abort a process where two calls run at once.
+    The decorated function may already come from ``numba.njit``, with options of its own, but not with ``parallel``:
+    numba's default threads abort a process if two calls run at once.
 
-    Raises ValueError for a schema beyond that, a function with other parameters, or an operator that exists;
-    ImportError without numba. A call raises TypeError for tensors that the function does not compile for, and
-    RuntimeError for what it raises itself (``raise ValueError("shapes differ")``), for tensors that require grad
-    outside ``torch.no_grad()``, and for written tensors that overlap with others in part. From another worker all of
-    these come as RuntimeError.
+    Raises ValueError for any other schema, a function with other parameters, or an operator that exists. Raises
+    ImportError without numba. A call raises TypeError for tensors that the function does not compile for. A call raises
+    RuntimeError if the function raises (``raise ValueError("shapes differ")``), for tensors that require grad outside
+    ``torch.no_grad()``, and for written tensors that partly overlap with others. From another worker all of these
+    errors arrive as RuntimeError.
     """
     check_str("schema", schema)
     try:

@@ -1,6 +1,6 @@
 """Warnings of the agent, which is written in C++, go to Python's logging: the logger ``torch_ucx_rpc``.
 
-They come on a thread of their own, soon after their cause; the shutdown of the agent waits for them. Programs that set
+The warnings arrive on their own thread, soon after their cause. The agent's shutdown waits for them. Programs that set
 up no logging see them on stderr, since Python shows warnings there.
 """
 

@@ -94,7 +94,7 @@ class Observed:
                 # A bad or vanishing client must not harm others, so every exception of JSON and torch is caught.
                 except Exception as error:
                     _logger.debug("an observer was not answered: %s", error)
-                # The observer reads on to the end, and a forked child may have the connection too.
+                # Closing is not enough: the observer reads to the end, and a forked child may have the connection too.
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -143,7 +143,7 @@ class Found(NamedTuple):
         """Ask for statistics of this worker, or of the workers ``ranks``. Returns them by rank; a str is the reason for
         their absence.
 
-        Raises OSError if the worker does not answer, ValueError for an answer that makes no sense.
+        Raises OSError if the worker does not answer, and ValueError for a malformed answer.
         """
         from torch_ucx_rpc._observe.statistics import Statistics
 
@@ -153,7 +153,7 @@ class Found(NamedTuple):
             connection.sendall(json.dumps(list(ranks)).encode() + b"\n")
             text = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         if not text:
-            raise OSError("it does not answer: it belongs to another user, or is about to end")
+            raise OSError("the worker does not answer: it belongs to another user, or is about to end")
         return {
             int(rank): values if isinstance(values, str) else Statistics.from_values(values)
             for rank, values in json.loads(text).items()

@@ -2,8 +2,8 @@
 
 The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` say what each count means. Their metadata has the
 meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from
-it. The values come from the table of counts in C++ (``csrc/rpc/reports.cpp``), under the same names, and those of
-services from ``torch_ucx_rpc.services``. So a new count takes a row there and a field here.
+it. The values come from the table of counts in C++ (``csrc/rpc/reports.cpp``), under the same names. Counts of services
+come from ``torch_ucx_rpc.services``. So a new count needs a row in the table and a field in this module.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _Class = TypeVar("_Class")
 
 
 def _documented(cls: type[_Class]) -> type[_Class]:
-    """Class decorator: adds the fields, which are described once, in their metadata, to the docstring."""
+    """Class decorator: describes the fields in the docstring, from their metadata."""
     # Python 3.13 takes the indentation away, and earlier ones leave it.
     lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def _documented(cls: type[_Class]) -> type[_Class]:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerStatistics:
-    """One worker of the job, from the view of the worker whose statistics these are. All counts are since its
+    """One worker of the job, as seen by the worker with these statistics. All counts begin with that worker's
     ``init_rpc``.
 
     docs/statistics.md has a table of the fields.
@@ -192,7 +192,7 @@ class PeerStatistics:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceStatistics:
-    """One name of `torch_ucx_rpc.services` that a worker offers. All counts are since it was registered.
+    """One name of `torch_ucx_rpc.services` that a worker offers. All counts begin with its registration.
 
     docs/statistics.md has a table of the fields.
     """
@@ -339,7 +339,7 @@ def statistics() -> Statistics:
     """A snapshot of this worker's work since ``init_rpc``, done and under way.
 
     A snapshot costs tens of microseconds, and a few more for each peer. Snapshots do not change and can be compared.
-    The difference of two counts is what happened in between.
+    The difference of two counts covers the time between the snapshots.
 
     Raises NotRunning if RPC is not running with the backend UCX.
 

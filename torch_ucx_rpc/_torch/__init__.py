@@ -3,8 +3,8 @@
 * ``patches``     `register`: every patch of torch, in one function
 * ``shutdown``    parts of a graceful shutdown in which torch would wait for the dead
 * ``replace``     `replace_tensorpipe`, and the environment variable for it
-* ``exceptions``  keeps the type of what a callee raises
+* ``exceptions``  keeps the type of an exception that a callee raises
 * ``sparse``      pickles compressed sparse tensors
-* ``subclasses``  refuses tensors of other classes whose memory is not all there
+* ``subclasses``  refuses tensors of other classes whose memory is incomplete
 * ``arrays``      sends arrays of NumPy, CuPy, numba and RMM as tensors
 """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Smaller arrays are pickled. A small pickle rides in the body of its message (csrc/tensors/tensor_encoder.cpp), and
 # copying it costs less than making a tensor and an array again. Measured, the two cost the same at this size.
 _LEAST_BYTES = 64 * 1024
-# Old versions of NumPy allow 32, and one is needed here.
+# Old versions of NumPy allow 32 dimensions, and the tensor has one more than the array.
 _MOST_DIMENSIONS = 31
 
 
@@ -122,7 +122,7 @@ def _on_its_memory(array: Any) -> torch.Tensor:
 
 
 def _stream_of(handle: int | None, device: torch.device) -> torch.cuda.Stream:
-    """The stream that a ``__cuda_array_interface__`` names, or the one of an array that names none."""
+    """The stream that a ``__cuda_array_interface__`` names, or the default stream if it names none."""
     if handle is None or handle == _LEGACY_DEFAULT_STREAM:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device)
@@ -155,7 +155,8 @@ def tensors_of(value: Any) -> list[torch.Tensor] | None:
     """The tensors on the device memory of an array, which a future has to know; None for other objects.
 
     torch looks for tensors by pickling a future's value. That would copy device memory to the host, or fail where a
-    library cannot pickle its arrays, as numba cannot. NumPy's have no device memory, and need not be copied either.
+    library cannot pickle its arrays, as numba cannot. NumPy's arrays have no device memory, and torch need not copy
+    them either.
     """
     type_ = type(value)
     if _agent.current is None or (type_.__module__, type_.__qualname__) not in _REDUCERS:

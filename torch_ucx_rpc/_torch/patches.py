@@ -102,13 +102,13 @@ def _torch_ucx_rpc_init_rpc(name: Any, backend: Any, rank: Any, world_size: Any,
     backend = _resolve(backend)
     if replace.replaces(backend, rpc_backend_options):
         backend, rpc_backend_options = _member("UCX"), replace.equivalent(rpc_backend_options)
-    # Torch infers the backend too, and would warn that it is not TensorPipe.
+    # torch infers the backend too, and would warn that it is not TensorPipe.
     if backend is None and isinstance(rpc_backend_options, UcxRpcBackendOptions):
         backend = _member("UCX")
     if backend is _member("UCX"):
         _start.init_rpc(name, rank, world_size, rpc_backend_options)
         return
-    # torch takes the default from this enum, and checks it against the other.
+    # torch takes the default backend from `rpc.BackendType`, and checks it against `backend_registry.BackendType`.
     rpc.BackendType = backend_registry.BackendType  # type: ignore[misc]
     _torchs_init_rpc(name, backend, rank, world_size, rpc_backend_options)
 

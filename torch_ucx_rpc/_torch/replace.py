@@ -34,7 +34,7 @@ def replace_tensorpipe() -> None:
     they are. The first ``init_rpc`` that starts UCX instead logs a warning, with the logger ``torch_ucx_rpc``.
 
     The environment variable ``TORCH_UCX_RPC_REPLACE_TENSORPIPE=1`` does the same for an unchanged program, and for the
-    processes that it starts. All workers of a job must have it.
+    processes that it starts. All workers of a job need the same setting.
 
     Example::
 
@@ -46,7 +46,7 @@ def replace_tensorpipe() -> None:
 
 
 def is_asked_for() -> bool:
-    """True if the environment variable asks for it; ImportError for a value that means nothing."""
+    """Tell whether the environment variable asks for UCX. Raises ImportError for an invalid value."""
     value = os.environ.get(VARIABLE, "")
     if value not in (*OFF, "1"):
         raise ImportError(

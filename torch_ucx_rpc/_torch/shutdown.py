@@ -31,12 +31,12 @@ def wait_all_workers(timeout: float) -> None:
         for states in list(api._all_gather_sequence_id_to_states.values()):
             states.proceed_signal.set()
 
-    # Again and again, since torch may be about to make the signal that it will wait for.
+    # Call `proceed` again and again, since torch may be about to make the signal that it will wait for.
     with _repeated_after_a_loss(proceed, 0) as is_lost:
         try:
             api._all_gather(None, timeout=timeout)
         except (RuntimeError, AssertionError):
-            # The failed call may be known here before the loss.
+            # This worker may learn of the failed call before the loss.
             if not is_lost.wait(_NEWS_S):
                 raise
 

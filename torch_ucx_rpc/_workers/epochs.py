@@ -30,14 +30,14 @@ from torch_ucx_rpc._workers.messages import (
     Suspect,
 )
 
-# Times as parts of the limit. A lease and a vote together fit into the limit. So a member that is left out for silence
-# cannot still count a death that happened after a vote for leaving it out.
+# Times as fractions of the limit. A lease and a vote together fit into the limit. So a member that is left out for
+# silence cannot still count a death that happened after a vote for leaving it out.
 BEAT = 0.125
 LEASE = 0.65
 VOTE = 0.3
 # Time after which members that have not promised a candidate their vote are left out of its epoch.
 PATIENCE = 0.5
-# In a longer gap between ticks this process did not run. It could not hear anything then, so it blames no other.
+# In a longer gap between ticks this process did not run. It heard nothing in that gap, so it blames no other member.
 _GAP = 0.25
 # The first number of a group that is founded again is a multiple of this. The dead may have used smaller numbers.
 _STRIDE = 1 << 20
@@ -56,7 +56,7 @@ class _Attempt:
         # None until enough members have promised.
         self.value = value
         self.promises: dict[Member, tuple[Ballot, Epoch] | None] = {}
-        # This member's own time in the proposals that were accepted.
+        # For each member, this member's own time in the latest proposal that the other has accepted.
         self.votes: dict[Member, float] = {}
 
 
@@ -128,7 +128,7 @@ class Epochs:
         elif not self.not_free():
             number = (self._highest // _STRIDE + 1) * _STRIDE if self._highest else 2
             if others and not self._founds:
-                # Under a new membership, so no member can let it in without its knowledge.
+                # Found under a new membership: no member can admit that one without this worker's knowledge.
                 self._renew(now)
                 self._founds, self._founding_since = number, now
                 return
@@ -198,13 +198,14 @@ class Epochs:
         return self.is_leased(now)
 
     def is_leased(self, now: float, ahead: float = 0.0) -> bool:
-        """Tell whether no epoch without this member has begun. A decider asks for more support if little is left."""
+        """Tell whether no epoch without this member has begun. A decider first extends its lease by its support, if
+        little is left."""
         if now + ahead >= self._lease and self._leads:
             self._lease = max(self._lease, self._supported_until(now))
         return now < self._lease
 
     def quiet(self, now: float, seconds: float) -> list[Member]:
-        """Return members that this one listens to, and that have been silent this long."""
+        """Return members that this one listens to, and that have been silent for more than ``seconds``."""
         if not self._is_in:
             return []
         if self._leads:

@@ -1,4 +1,4 @@
-"""`fail`: futures that end with an exception, and keep only that alive."""
+"""`fail`: futures that end with an exception, and keep nothing else alive."""
 
 # mypy: allow-untyped-calls
 
@@ -14,9 +14,10 @@ def fail(future: Future[Any], error: BaseException) -> None:
     """Complete a future with an exception: ``Future.set_exception``, without a reference cycle.
 
     torch's futures are C++ objects, so Python's collector does not see the objects they keep. `set_exception` keeps the
-    exception and raises that same object in every wait. Its traceback has the frames that it passed, and the waiting
-    ones. A frame that refers to the future closes a cycle that is never freed. The objects of its frames stay too, such
-    as tensors and agents of earlier lives. Here each wait raises a copy, and the kept exception has no traceback.
+    exception and raises that same object in every wait. Its traceback has the frames that it passed through, and the
+    frames of the waiting threads. A frame that refers to the future closes a cycle that is never freed. The objects of
+    its frames stay too, such as tensors and agents of earlier lives. Here each wait raises a copy, and the kept
+    exception has no traceback.
     """
     _drop_tracebacks(error)
 

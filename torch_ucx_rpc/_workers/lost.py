@@ -57,8 +57,9 @@ def current_agent() -> Any:
 def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
     """Have ``callback(worker, reason)`` called when a worker has died or cannot be reached any more.
 
-    It runs on a thread of the agent, soon after the agent has noticed: it must not block. Workers that leave the group
-    are not lost; `statistics` shows them as ``"left"``. On backends other than UCX it is never called.
+    The callback runs on a thread of the agent, soon after the agent has noticed the end. It must not block. Workers
+    that leave the group are not lost; `statistics` shows them as ``"left"``. Backends other than UCX never call the
+    callback.
 
     Returns a function that ends the subscription, as the shutdown of RPC does. Raises NotRunning if RPC is not running.
 
@@ -76,7 +77,7 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
 
 
 def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
-    """Do `on_lost` with all details of the end; also for workers that leave."""
+    """Do what `on_lost` does, with all details of the end, and also for workers that leave."""
     global _watched
     agent = current_agent()
     token = next(_tokens)

@@ -80,7 +80,7 @@ class Propose(NamedTuple):
 
 
 class Accept(NamedTuple):
-    """A vote for a proposal; ``at`` is the proposer's time in it."""
+    """A vote for a proposal; ``at`` is the proposer's time in that proposal."""
 
     number: int
     ballot: Ballot
@@ -94,7 +94,7 @@ class Chosen(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """The sender does not know a later epoch than this."""
+    """The sender knows no later epoch than ``number``."""
 
     number: int
 
@@ -110,7 +110,8 @@ class Found(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The answer to ``asker``: the sender is not a member either. ``number`` is the largest that it has heard of."""
+    """The answer to ``asker``: the sender is not a member either. ``number`` is the largest epoch that the sender has
+    heard of."""
 
     asker: Member
     number: int

@@ -51,8 +51,8 @@ class Channel:
     Channels of the same group in one process share their values. The end of RPC closes them all.
 
     Args:
-        group: a name for all workers that exchange these values.
-        epoch: a number that counts up, the same on all workers that understand each other.
+        group (str): a name for all workers that exchange these values.
+        epoch (int): a number that counts up (default: 0). Workers exchange values only in the same epoch.
 
     Raises ValueError if this process has the group in a later epoch, and NotRunning before ``init_rpc``.
     """
@@ -88,10 +88,11 @@ class Channel:
         its large ones.
 
         Args:
-            to: name of the receiver; it may be this worker.
-            tag: where the value waits. The same tag may be used again when its value has been taken.
-            value: a tensor, or a list of tensors.
-            timeout: seconds to block for at most; None means the agent's ``rpc_timeout``, and 0 means no limit.
+            to (str): name of the receiver; it may be this worker.
+            tag (str): where the value waits. The same tag may be used again when its value has been taken.
+            value (Tensor or list): a tensor, or a list of tensors.
+            timeout (float | None): limit of the blocking in seconds (default: None, the agent's ``rpc_timeout``). 0
+                means no limit.
 
         Raises:
             EpochEnded: the receiver is in a later epoch of the group.
@@ -109,9 +110,9 @@ class Channel:
         """Wait for the value under ``tag`` from the worker ``source``, and return it as it was put.
 
         Args:
-            source: name of the sender.
-            tag: the tag that it was put under.
-            timeout: seconds; None means the agent's ``rpc_timeout``, and 0 means no limit.
+            source (str): name of the sender.
+            tag (str): the tag that it was put under.
+            timeout (float | None): limit in seconds (default: None, the agent's ``rpc_timeout``). 0 means no limit.
 
         Raises:
             CallTimedOut: no value has come in time. The message names the tag and the sender.
@@ -138,10 +139,10 @@ class Channel:
         """Announce that a value is expected, before it comes. It then travels while this worker does other work.
 
         Args:
-            source: name of the sender.
-            tag: the tag that it is put under.
-            into: tensors that receive the value, of its shapes and dtypes. A large value is written into them without a
-                copy if they are contiguous and on the CPU. None: the value arrives in memory of its own.
+            source (str): name of the sender.
+            tag (str): the tag that it is put under.
+            into (Tensor, list or None): tensors that receive the value, of its shapes and dtypes (default: None, memory
+                of its own). A large value goes into them without a copy if they are contiguous and on the CPU.
 
         After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they still may.
 
@@ -173,14 +174,14 @@ class Channel:
         return f"{type(self).__name__}({self._group!r}, epoch={self._epoch})"
 
 
-# The values of this process: the agent's, or on another backend than UCX the values of calls.
+# The values of this process. On UCX the agent holds them, and on another backend calls carry them.
 slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else rpc_slots())
 
 
 def advance_all(prefix: str, epoch: int) -> None:
     """Drop the values of earlier epochs of all groups with names that begin so, and end waits for them.
 
-    That holds for groups, too, of which this process learns later, or never.
+    This also holds for groups of which this process learns later.
     """
     slots().advance_all(prefix, epoch)
 

@@ -25,7 +25,7 @@ _PRELOADED = ("torch", "torch.distributed.rpc", "torch_ucx_rpc")
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Between two looks whether a worker has ended.
+# The pause between two checks whether a worker has ended.
 _INTERVAL_S = 0.002
 
 
@@ -61,11 +61,12 @@ class Worker:
 class Starter:
     """Starts workers by fork, or by exec; says on stderr, once, why it does not fork.
 
-    Its process begins to import torch at once. It is not thread-safe; it belongs to the main thread, except `start`.
+    The starter's process begins to import torch at once. This class is not thread-safe: only `start` may run outside of
+    the main thread.
 
     Args:
         program: the arguments after ``python`` on the command line of a worker.
-        method: ``"fork"``, ``"exec"``, or None to fork where a worker could not tell the difference.
+        method: ``"fork"``, ``"exec"``, or None to fork unless a worker could notice it.
         preload: modules that forked workers find imported, besides torch and this package.
     """
 
@@ -85,10 +86,9 @@ class Starter:
 
     @contextlib.contextmanager
     def batch(self, begins: Callable[[], None]) -> Iterator[None]:
-        """Within this, `start` starts workers; after it, they are children of this process.
+        """`start` starts workers inside this block. After the block, they are children of this process.
 
-        ``begins`` is called once nothing is left to wait for. Raises OSError or RuntimeError if no worker can be
-        started.
+        ``begins`` is called when the starter is ready. Raises OSError or RuntimeError if no worker can be started.
         """
         self.workers = []
         self._prepare()
@@ -103,7 +103,7 @@ class Starter:
             self._set_subreaper(False)
 
     def start(self, environ: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]) -> Worker:
-        """Start a worker in this environment. OSError as from ``subprocess``."""
+        """Start a worker in this environment. Raises OSError like ``subprocess``."""
         answer = self._ask({"environ": dict(environ)}, stdout.fileno(), stderr.fileno())
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))

@@ -14,7 +14,7 @@ _AT_START = (
     *("PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT"),
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "LD_AUDIT"),
 )
-# Libraries that do the same in a forked process as in another one. An unknown one may start a thread, or note its pid.
+# Libraries that a fork does not disturb. An unknown library may start a thread, or note its pid.
 _HARMLESS_LIBRARIES = re.compile(r"lib(jemalloc|tcmalloc|mimalloc|iomp5|omp|gomp)\b[^/]*")
 
 # The variables that torch, its libraries and this package read during their import.
@@ -58,7 +58,7 @@ def _is_binary(file: str) -> bool:
 
 
 def _text(program: Sequence[str]) -> str:
-    """The source of the program's main module; empty where it is none, or cannot be found."""
+    """The source of the program's main module; empty if there is none, or if it cannot be found."""
     first = program[0]
     if first == "-c":
         return program[1]

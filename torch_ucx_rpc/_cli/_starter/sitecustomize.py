@@ -148,7 +148,8 @@ def _serve(link: socket.socket, launcher: int, reason: str | None) -> dict[str, 
 
 
 def _threads() -> str | None:
-    """Why no worker can be forked here after all. OpenBLAS, for one, ends its threads before a fork."""
+    """Return why no worker can be forked here after all. Call it after a fork: OpenBLAS, for one, ends its threads
+    before that."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     return None if threads == 1 else f"the imports have started threads, {threads - 1} of them"
 
@@ -185,10 +186,10 @@ def _start_workers(link: socket.socket, launcher: int) -> dict[str, str]:
 
 
 def _await_launcher(helper: int, launcher: int) -> None:
-    """Wait until the launcher is the parent of this worker, which then ends with it."""
+    """Wait until the launcher is the parent of this worker. From then on, the worker ends with the launcher."""
     while (parent := os.getppid()) == helper:
         time.sleep(_INTERVAL_S)
-    # The signal comes when the parent of that moment ends, so it is set once the parent is the launcher.
+    # The kernel watches the parent of the moment of this call. So call it when the launcher is the parent.
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if parent != launcher or os.getppid() != launcher:
         os._exit(1)
@@ -207,7 +208,7 @@ def _become_worker(environ: dict[str, str], command: bytes) -> None:
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
-    # random has seeded itself.
+    # Python's random seeds itself after a fork. These do not.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -224,7 +225,7 @@ def _exec_worker(environ: dict[str, str], command: list[str]) -> None:
 
 
 def _receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next request and its files. Ends this process with the launcher."""
+    """The next request and its files. Ends this process if the launcher has ended."""
     text, files = b"", list[int]()
     while not text.endswith(b"\n"):
         part, more, _, _ = socket.recv_fds(link, _REQUEST_BYTES, 2)
