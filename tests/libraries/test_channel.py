@@ -212,7 +212,7 @@ def end_waits(rank: int) -> None:
         timer.join()
 
 
-def test_late_values_of_a_closed_channel_let_rpc_end(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_late_values_of_a_closed_channel_do_not_block_shutdown(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, put_to_a_closed_channel, Steps(tmp_path))
 
 

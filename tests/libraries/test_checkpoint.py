@@ -355,7 +355,7 @@ def test_a_misfit_is_refused_before_any_change(tmp_path):
     drive(refuse, 3, str(tmp_path))
 
 
-def test_without_rpc_it_saves_the_local_state(tmp_path):
+def test_without_rpc_a_save_has_the_local_state(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     model = small_model()

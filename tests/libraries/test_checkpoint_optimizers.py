@@ -81,7 +81,7 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(tmp_path, make, steps_befor
     assert_same(other, model)
 
 
-def test_optimizer_without_state_loads_it_from_another(tmp_path):
+def test_loading_an_empty_state_empties_the_optimizer(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     model = small_model()

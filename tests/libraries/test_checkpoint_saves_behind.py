@@ -18,7 +18,7 @@ from torch_ucx_rpc.checkpoint import loading, storage
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let writes wait for the event that this returns."""
+    """Make writes wait for the returned event."""
     may_write = threading.Event()
     write = storage.Writer.write_data
 
@@ -109,7 +109,7 @@ def test_a_turn_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
     assert holds(tmp_path) == 1.0
 
 
-def test_a_checkpoint_stays_where_the_former_cannot_be_removed(tmp_path, monkeypatch):
+def test_a_save_counts_if_the_former_one_cannot_be_removed(tmp_path, monkeypatch):
     def refuse(*args: Any) -> None:
         raise PermissionError("not yours")
 

@@ -29,7 +29,7 @@ def fail_on_the_way_back() -> None:
     good = pipe.step(x, target=y)
     pipe.zero_grad()
     bad = x.clone()
-    # The backward of the other micro-batches is over when this one fails.
+    # When this micro-batch fails, the backward of the others is over.
     bad[0] = -200.0
     with pytest.raises(StageError, match=r"stage 1 on worker 'worker2' failed in the backward of micro-batch 0"):
         pipe(bad).sum().backward()
@@ -53,7 +53,7 @@ def call_and_drop() -> None:
     pipe = make_pipe([PassOn(), Failing(), nn.Linear(8, 4)], ["worker1", "worker2", "worker0"])
     for _ in range(4):
         pipe(torch.randn(8, 8))
-    # A call's memory is freed at the latest by the call after the one that dropped its output.
+    # Each call frees the memory of earlier calls whose outputs were dropped.
     assert on("worker1", graphs) <= 4
     pipe.gradients()
     assert [on(worker, graphs) for worker in ("worker0", "worker1", "worker2")] == [0, 0, 0]
@@ -167,5 +167,5 @@ def load_after_losses(folder: str) -> None:
     assert all(torch.equal(value, other[name]) for name, value in pipe.state_dict().items())
 
 
-def test_states_that_are_loaded_outlive_a_loss(tmp_path: Path) -> None:
+def test_loaded_states_survive_the_loss_of_a_worker(tmp_path: Path) -> None:
     drive_with_deaths(load_after_losses, 6, (2, 3, 4), str(tmp_path / "ckpt"))

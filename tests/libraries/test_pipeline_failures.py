@@ -90,7 +90,7 @@ def explode() -> None:
 
     pipe = make_pipe(small_model())
     pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
-    # If a worker's step of the first optimizer has failed, it never does the step of the second.
+    # If the first optimizer's step fails on a worker, the worker never does the second optimizer's step.
     other = pipe.optimizer(torch.optim.SGD, lr=0.1)
     exploding = pipe.optimizer(Exploding, lr=0.1)
     exploding.step()
@@ -107,7 +107,7 @@ def test_a_failed_step_leaves_earlier_gradients_as_they_were():
     drive(fail_beside_earlier_gradients, 3)
 
 
-def test_an_optimizer_that_fails_is_an_error_of_the_next_call():
+def test_the_next_call_raises_the_error_of_an_optimizer():
     drive(explode, 3)
 
 
@@ -302,7 +302,7 @@ def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[l
         assert time.monotonic() - start < 5.0 + stalls.seconds()
     pipe.synchronize()
     for victim, _ in deaths.values():
-        # If a kill was due after the last step, it strikes now.
+        # If a kill was due after the last step, do it now.
         eventually(lambda victim=victim: not Path(f"/proc/{processes[victim]}/task").exists(), f"{victim} is dead")
     return losses, pipe.state_dict()
 

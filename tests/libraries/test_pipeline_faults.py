@@ -26,7 +26,7 @@ def assert_step_is_as_in_one_process(
         optimizer.zero_grad()
 
 
-# ------------------------------------------------------------------------------- the two halves of a way back
+# ------------------------------------------------------------------------------- the two halves of a backward
 
 
 class Sum(nn.Module):
@@ -51,7 +51,7 @@ def train_what_shares_gradients() -> None:
     assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
-def test_parameters_with_the_same_gradient_each_have_their_own() -> None:
+def test_parameters_with_equal_gradients_do_not_share_one() -> None:
     drive(train_what_shares_gradients, 3)
 
 
@@ -88,7 +88,7 @@ def train_tied_with_late_weights() -> None:
     assert_equal_gradients(pipe, model)
 
 
-def test_a_tied_weight_holds_up_no_schedule_of_halves() -> None:
+def test_a_tied_weight_delays_no_schedule_with_two_halves() -> None:
     drive(train_tied_with_late_weights, 3)
 
 
@@ -121,7 +121,7 @@ def test_output_of_weights_alone_has_its_gradient_in_two_halves() -> None:
     drive(train_what_depends_on_weights_alone, 3)
 
 
-# --------------------------------------------------------------------------------------- calls that do not get there
+# --------------------------------------------------------------------------------------- calls that never get there
 
 
 class Raising(nn.Module):
@@ -287,9 +287,7 @@ def accumulate(
         (5, False, False, True),
     ],
 )
-def test_a_save_has_the_gradients_not_used_by_an_optimizer_yet(
-    tmp_path, kill_after, is_sparse, asynchronous, loads
-) -> None:
+def test_a_save_has_gradients_that_no_optimizer_used_yet(tmp_path, kill_after, is_sparse, asynchronous, loads) -> None:
     losses, state = drive(accumulate, 3, str(tmp_path / "a"), None, is_sparse, asynchronous, loads)
     found = drive_with_deaths(accumulate, 4, (1,), str(tmp_path / "b"), kill_after, is_sparse, asynchronous, loads)
     assert found[0] == losses

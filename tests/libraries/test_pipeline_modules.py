@@ -50,7 +50,7 @@ def train_with_a_frozen_norm(folder: str) -> None:
     both()
 
 
-def test_a_module_that_was_put_to_eval_stays_so(tmp_path: Path) -> None:
+def test_a_module_in_eval_mode_stays_in_eval_mode(tmp_path: Path) -> None:
     drive_with_deaths(train_with_a_frozen_norm, 4, (2,), str(tmp_path))
 
 

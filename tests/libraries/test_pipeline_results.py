@@ -64,8 +64,8 @@ def mean_over_tokens(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torc
 
 
 def batch_of_tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return eight sentences of various lengths. Half of the micro-batches have few tokens. The first of four has
-    none."""
+    """Return eight sentences of various lengths. Half of the micro-batches have few tokens. The first of four
+    micro-batches has none."""
     x = torch.randint(10, (8, 12))
     y = torch.randint(10, (8, 12))
     for sentence, length in enumerate((0, 0, 12, 3, 1, 7, 12, 12)):

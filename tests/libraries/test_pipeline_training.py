@@ -205,7 +205,8 @@ def train_skipping() -> None:
         assert pipe.evaluate(x, target=y) == pipe.evaluate(x, target=y)
         by_itself = make_pipe(Skipping().eval(), workers, sample=x, schedule=schedule)
         model = Skipping().eval()
-        # Divided, one stage uses a value twice and first sums these gradients. So the results differ by rounding.
+        # In the divided model one stage uses a value twice, and sums its gradients first. So the results differ by
+        # rounding.
         torch.testing.assert_close(by_itself.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
         found = by_itself.gradients()
         torch.testing.assert_close(found, {name: one.grad for name, one in model.named_parameters()})

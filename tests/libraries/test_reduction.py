@@ -319,7 +319,7 @@ def test_a_trainer_whose_model_is_gone_delays_no_step(run_on_both: RunWorkers, t
 def train_for_different_times(rank: int, steps: Steps) -> None:
     if rank:
         for turn in range(2):
-            # In the second turn they use the same server, with all trainers.
+            # In the second turn both trainers use the same server again.
             model = make_model()
             copy = reduction.DataParallel(model, reduction.serve("worker0"))
             assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2 + 3 * rank)) == 2 + 3 * rank
@@ -469,7 +469,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
         assert torch.equal(reduction.push_pull(server, [torch.ones(2), torch.ones(3)])[1], torch.ones(3))
-        # The first step is over, so it waits for no further trainer.
+        # The first step is over, so the server waits for no further trainer.
         reduction.serve("worker1", trainers=2)
         reduction.serve("worker1", name="two", trainers=["worker0", "worker2"])
         reduction.serve("worker1", name="two", trainers=["worker2", "worker0"])

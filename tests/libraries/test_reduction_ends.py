@@ -39,7 +39,7 @@ def wait_until_refused(gradients: Channel, tag: str) -> None:
     eventually(is_refused, "the host drops them, and says so")
 
 
-def test_late_openings_of_a_dropped_model_are_not_taken(run_on_ucx: RunWorkers) -> None:
+def test_late_openings_of_a_dropped_model_are_ignored(run_on_ucx: RunWorkers) -> None:
     run_on_ucx(1, take_late_openings)
 
 

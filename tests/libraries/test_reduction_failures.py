@@ -110,7 +110,7 @@ def train_for_different_times(rank: int) -> None:
         assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 5 * rank)) == 5 * rank
 
 
-def test_the_end_of_a_with_block_leaves(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_trainer_leaves_at_the_end_of_its_with_block(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, leave_with_a_block, Steps(tmp_path))
 
 
@@ -163,7 +163,7 @@ def join_without_a_lease(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_a_trainer_is_killed_and_another_comes_under_its_name(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_a_new_trainer_takes_the_name_of_a_killed_one(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     first, _, third, again = run_on_ucx(4, restart_a_trainer, Steps(tmp_path), url, init=False, exit_codes={1: KILLED})
     assert are_equal(first, third)
@@ -338,7 +338,7 @@ def lose_a_host(rank: int, steps: Steps, is_on_trainers: bool) -> list[torch.Ten
     return result
 
 
-def test_a_host_that_dies_between_two_answers_splits_nothing(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_models_stay_equal_if_a_host_dies_between_two_answers(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     # When the host dies, only worker2 has the means of the step, and it holds the GIL.
     results = run_on_ucx(5, answer_one_and_die, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
     assert are_equal(results[2], results[3])
@@ -472,7 +472,7 @@ def is_out(server: reduction.Server, name: str) -> bool:
 
 
 @pytest.mark.ucx_only
-def test_one_broken_link_splits_nothing(tmp_path: Path) -> None:
+def test_models_stay_equal_despite_one_broken_link(tmp_path: Path) -> None:
     needs_virtual_hosts()
     names = ["ps0", "ps1", "t0", "t1"]
     with VirtualHosts(names) as hosts:
@@ -513,7 +513,7 @@ def test_one_broken_link_splits_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.ucx_only
-def test_a_cut_of_the_only_host_costs_time(tmp_path: Path) -> None:
+def test_a_cut_of_the_only_host_costs_only_time(tmp_path: Path) -> None:
     needs_virtual_hosts()
     with VirtualHosts(["ps0", "t0", "t1"]) as hosts, Fate(hosts) as fate:
         options = {"heartbeat_limit": 2.0, "rpc_timeout": 40}
@@ -535,7 +535,7 @@ def push_over_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
 
 
 @pytest.mark.ucx_only
-def test_a_cut_of_a_host_with_parameters_costs_time(tmp_path: Path) -> None:
+def test_a_cut_of_a_host_with_parameters_costs_only_time(tmp_path: Path) -> None:
     needs_virtual_hosts()
     with VirtualHosts(["ps0", "ps1", "t0", "t1"]) as hosts, Fate(hosts) as fate:
         options = {"heartbeat_limit": 2.0, "rpc_timeout": 40}

@@ -60,7 +60,7 @@ def offered() -> set[str]:
     return {service.name for service in services.names()}
 
 
-# --------------------------------------------------------------------------------------------------------- every day
+# ------------------------------------------------------------------------------------------------------ ordinary use
 
 
 def test_the_program_of_the_page_runs(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def register_and_call(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_a_watch_tells_of_every_change(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_watch_reports_every_change(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, watch_a_name, Steps(tmp_path))
 
 

@@ -177,7 +177,9 @@ def lose_a_name(rank: int, steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("moment", ["_on", "_from_decider"])
-def test_a_grant_is_known_to_the_next_decider_or_void(run_on_ucx: RunWorkers, tmp_path: Path, moment: str) -> None:
+def test_the_next_decider_knows_a_grant_or_the_grant_is_void(
+    run_on_ucx: RunWorkers, tmp_path: Path, moment: str
+) -> None:
     run_on_ucx(3, change_the_decider, Steps(tmp_path), moment, shutdown=False, exit_codes={0: KILLED})
 
 
@@ -215,10 +217,10 @@ def owners_of_the_seat() -> tuple[str, ...]:
     return {service.name: service.workers for service in services.names()}["seat"]
 
 
-# ---- Two servers of one name -----------------------------------------------------------------------------------------
+# ---- Several workers want one name -----------------------------------------------------------------------------------
 
 
-def test_of_two_workers_at_once_one_gets_the_name(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_only_one_of_three_workers_gets_a_name(run_on_both: RunWorkers, tmp_path: Path) -> None:
     got = run_on_both(3, want_the_same, Steps(tmp_path))
     assert [sum(ranks) for ranks in zip(*got, strict=True)] == [1] * 20
 
@@ -279,7 +281,7 @@ def serve_in_shutdown_while_one_dies(rank: int, steps: Steps) -> None:
         rpc.shutdown()
 
 
-# ---- Deaths on TensorPipe, where no agent tells ----------------------------------------------------------------------
+# ---- Deaths on TensorPipe, where no agent reports --------------------------------------------------------------------
 
 
 def test_names_of_dead_workers_are_removed_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:

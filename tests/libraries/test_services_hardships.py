@@ -65,7 +65,7 @@ def be_deaf() -> None:
     _directory._hear = lambda update: update.at  # type: ignore[assignment]
 
 
-def test_moved_names_are_found_by_a_worker_that_hears_nothing(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_worker_without_reports_finds_moved_names(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, hand_over_a_name, Steps(tmp_path))
 
 
@@ -148,7 +148,7 @@ _executed: list[str] = []
 
 def ask_for_what_is_gone() -> None:
     _executed.append(own_name())
-    # Call as a worker would whose route is older than the unregistering.
+    # Call like a worker whose route is older than the unregistering.
     rpc.rpc_sync("worker0", _served.serve, args=("gone",))
 
 
@@ -243,7 +243,7 @@ def stop_watching(rank: int) -> None:
     assert told == [(), ("worker0",)]
 
 
-# ----------------------------------------------------------------------------------------------------- what is called
+# -------------------------------------------------------------------------------------------- which service is called
 
 
 def test_call_role_finds_a_service_registered_just_before(run_on_both: RunWorkers, tmp_path: Path) -> None:
