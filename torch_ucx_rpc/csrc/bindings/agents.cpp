@@ -145,7 +145,8 @@ std::shared_ptr<UcxRpcAgent> makeUcxAgent(
     const AgentOptions& options,
     size_t expectedPeers,
     const std::string& networkDevices) {
-  // Not with a faulty agent. It fails calls before torch has told their RRefs of them, so only torch can mark these.
+  // Not for a faulty agent, which fails calls before torch has connected them with their RRefs. So only torch can mark
+  // those RRefs.
   keepRRefThatTorchMarks();
   return makeAgent<UcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices);
 }
@@ -192,7 +193,7 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
             peer.whyGone().message(),
             peer.hasEnded.load());
       } catch (py::error_already_set& error) {
-        error.discard_as_unraisable("torch_ucx_rpc: a callback for lost workers");
+        error.discard_as_unraisable("torch_ucx_rpc: a callback for gone workers");
       }
     };
   }

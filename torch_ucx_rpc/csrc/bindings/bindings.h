@@ -1,13 +1,14 @@
 #pragma once
 
-// Not torch's pybind.h, which takes long to compile: sources that need its conversions include it. Every source gets
-// the conversions of the standard library: without them it would compile, and its conversions would throw.
+// This header leaves out torch's pybind.h, which takes long to compile: sources that need its conversions include it.
+// Every source gets the conversions of the standard library: without them it would compile, and its conversions would
+// throw.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <unistd.h>
 
-// Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi documents what they bind, and each
+// Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi declares what they bind, and each
 // source says where the GIL is held.
 namespace torch_ucx_rpc {
 
@@ -20,8 +21,8 @@ inline bool isInterpreterFinalizing() {
 }
 
 // While Python ends, no other thread gets the GIL any more. Before 3.14 Python unwinds a thread that wants it. Where
-// that reaches a destructor, or the handler of an exception, the process aborts. In the scope of this object such a
-// thread sleeps until the process is over instead, as it does from 3.14 on.
+// the unwinding reaches a destructor, or the handler of an exception, the process aborts. In the scope of this object
+// such a thread sleeps until the process is over instead, as it does from 3.14 on.
 class SleepWhilePythonEnds {
  public:
   SleepWhilePythonEnds() = default;
@@ -34,8 +35,8 @@ class SleepWhilePythonEnds {
   }
 };
 
-// Releases the GIL, like py::gil_scoped_release. With that, a daemon thread that comes back while Python ends would
-// abort.
+// Releases the GIL, like py::gil_scoped_release. With the latter, the process would abort when a daemon thread comes
+// back while Python ends.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -53,7 +54,7 @@ class WithoutGil {
 // Turns C++ exceptions into exceptions of torch_ucx_rpc.errors, or into the one that a callee raised.
 void bindErrors(pybind11::module_& module);
 
-// The agents, what they are made of, their statistics, and the devices of futures.
+// The agents, their options and members, their statistics, and the devices of futures.
 void bindAgents(pybind11::module_& module);
 
 // The values that an agent sends and receives under tags.

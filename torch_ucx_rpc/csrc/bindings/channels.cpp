@@ -27,7 +27,7 @@ class AgentOfValue {
  public:
   explicit AgentOfValue(const std::shared_ptr<UcxRpcAgent>& agent) : agent_(agent) {}
 
-  // Throws RpcFailure if the agent is gone, or another process's.
+  // Throws RpcFailure if the agent is gone, or belongs to another process.
   std::shared_ptr<UcxRpcAgent> operator()() const {
     std::shared_ptr<UcxRpcAgent> agent = agent_.lock();
     if (agent == nullptr) {

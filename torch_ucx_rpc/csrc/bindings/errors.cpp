@@ -74,7 +74,7 @@ py::object exceptionOf(const RpcFailure& failure) {
   return translators().failure(nameOf(failure.kind()), failure.what(), fields);
 }
 
-// Raises the Python exception that `make` returns. For None, throws the C++ exception that is being handled again.
+// Raises the Python exception that `make` returns. For None, rethrows the C++ exception that is being handled.
 template <typename Make>
 void raiseInstead(const Make& make) {
   py::object exception = py::none();

@@ -27,8 +27,8 @@ struct TensorType {
 //   of an int or bool   its value
 //   of a float          its bits
 //
-// The slots of the result follow, which the code fills. They are the same, but a tensor has its owner in front, which
-// `release` gives back.
+// The slots of the result follow, and the code fills them. Their layout is the same, but a tensor has its owner in
+// front, which `release` gives back.
 struct NativeCode {
   using Function = bool (*)(int64_t* slots);
   Function function;
@@ -48,7 +48,7 @@ struct NativeCompiler {
 
 // Defines the operator of this schema, for good. Its arguments are tensors, ints, floats and bools. It returns nothing,
 // or one value of these types. A returned tensor is new, or is the argument that has the result's alias set. The caller
-// has checked that.
+// must have checked this.
 //
 // The kernel refuses arguments that the schema does not promise. A written tensor must not have elements that share
 // memory with each other or, in part, with another argument. Where gradients are enabled, no tensor may require one,

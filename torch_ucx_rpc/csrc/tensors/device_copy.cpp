@@ -34,7 +34,7 @@ at::Tensor viewOf(const void* bytes, uint64_t count, c10::Device device) {
 } // namespace
 
 c10::Allocator* allocatorOf(const c10::DeviceType& type) {
-  // Straight to the device's kernel: this thread may be the user's, in one of torch's modes.
+  // Calls the device's kernel directly, because this may be a user's thread in one of torch's modes.
   const c10::Device device(type);
   const at::Tensor empty = at::_ops::empty_memory_format::redispatch(
       c10::DispatchKeySet(c10::computeDispatchKey(at::kByte, at::kStrided, device)),

@@ -8,16 +8,16 @@
 
 namespace torch_ucx_rpc {
 
-// The allocator that torch uses for tensors on such a device. c10::GetAllocator() returns torch's own allocator even if
-// torch.cuda.memory.change_current_allocator has replaced it. torch's own was never set up then.
+// The allocator that torch uses for tensors on devices of this type. c10::GetAllocator() returns torch's own allocator
+// even if torch.cuda.memory.change_current_allocator has replaced it. In that case torch's own was never set up.
 c10::Allocator* allocatorOf(const c10::DeviceType& type);
 
 // Copies bytes into new memory of `to`, in the order of the current streams. Blocks where one side is the CPU.
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
 
 // Copies memory of the host, or of the device `to` itself, into new memory of that device. Does so in the order of the
-// device's current stream, and does not wait for the copy. Takes any such memory. Keeps device memory, and memory of
-// allocatePinned(), until the copy is done.
+// device's current stream, and does not wait for the copy. Host memory may be pinned or not. Keeps device memory, and
+// memory of allocatePinned(), until the copy is done.
 c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to);
 
 // Allocates pinned host memory, from torch's pool for this type of devices.

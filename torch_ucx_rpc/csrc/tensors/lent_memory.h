@@ -14,8 +14,8 @@ bool isMemoryOwned(const c10::Storage& storage);
 // - `tensor.data = ...`, `tensor.set_(...)` and the like give the tensor another storage. The loan holds the old one.
 // - `tensor.resize_(...)`, `out=tensor` and the like give the storage other memory. The loan shares the old memory with
 //   the storage. This works for resizable CPU memory from torch's allocator and from the host pool. Most other memory
-//   is not resizable. Pinned memory and device memory stay mapped when they are freed. So a resize during the send can
-//   change the bytes that arrive, but is safe otherwise.
+//   is not resizable. Pinned memory and device memory stay mapped when they are freed. So resizing them during the send
+//   can change the bytes that arrive, but is safe otherwise.
 //
 // lend() may run on several threads for one storage. It replaces the deleter of the memory, never its address.
 class LentMemory {

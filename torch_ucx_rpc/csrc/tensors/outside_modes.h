@@ -6,10 +6,10 @@
 
 namespace torch_ucx_rpc {
 
-// While it lives, torch's operators on this thread take tensors as they are, make ordinary ones, and record nothing for
-// autograd. Encoding and decoding need this, because they run on the user's threads too: a waiting caller decodes its
-// own answer. That thread may be inside inference mode, autocast, FakeTensorMode or a transform of torch.func. All of
-// them are dispatch keys of the thread, and inference mode is also a flag.
+// While this object lives, torch's operators on this thread take tensors as they are, make ordinary ones, and record
+// nothing for autograd. Encoding and decoding need this, because they run on the user's threads too: a waiting caller
+// decodes its own answer. That thread may be inside inference mode, autocast, FakeTensorMode or a transform of
+// torch.func. All of them are dispatch keys of the thread, and inference mode is also a flag.
 //
 // The guard only writes thread-local variables, so it needs no check for a mode that is on.
 class OutsideModes {

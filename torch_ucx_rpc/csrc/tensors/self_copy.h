@@ -4,9 +4,8 @@
 
 namespace torch_ucx_rpc {
 
-// Copies the spans of a message that a worker sends to itself, as if they had travelled. `arrived` gets memory of its
-// own on the target devices, ordered after the current streams. Returns an error where memory runs out or a device
-// fails.
+// Copies the spans of a message that a worker sends to itself, as if they had travelled. `arrived` gets copies on the
+// target devices, made in the order of the current streams. Returns an error if memory runs out or a device fails.
 Error copyForSelf(OutgoingMessage& message, IncomingMessage& arrived);
 
 } // namespace torch_ucx_rpc

@@ -78,7 +78,7 @@ uint64_t extentBytes(const at::Tensor& tensor) {
 std::optional<std::string> whyBeyondStorage(const at::Tensor& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   if (!impl->unsafe_storage() || impl->key_set().has_any(kWrappers) || impl->has_symbolic_sizes_strides()) {
-    return std::nullopt; // its bytes are not there, or are another tensor's
+    return std::nullopt; // it has no bytes, or they belong to another tensor
   }
   const auto present = impl->unsafe_storage().sym_nbytes().maybe_as_int();
   const std::optional<uint64_t> elements = elementsReached(tensor, tensor.storage_offset());

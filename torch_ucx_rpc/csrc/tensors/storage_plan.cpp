@@ -11,7 +11,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// The limit for all inline storages of a message together. A body is one frame, and nothing else gets in between.
+// The limit for all inline storages of a message together. A body is one frame, and all other frames wait for its end.
 // Small storages beyond this limit are packed into spans, which travel in pieces.
 constexpr uint64_t kMaxInlineBytes = 1024 * 1024;
 // A message lends up to this many storages of the CPU, each as a span of its own. Beyond that it packs the smallest of
@@ -20,16 +20,17 @@ constexpr size_t kMaxLentStorages = 512;
 // Storages of at least this size are never packed. A copy of them would cost more than their span.
 constexpr uint64_t kPackableBytes = 1024 * 1024;
 
-// One storage for tensors that overlap, sorted by address. Each must begin a whole number of its elements after the
-// start of the storage.
+// Adds one storage for tensors that overlap, which are sorted by address. Each tensor must begin a whole number of its
+// elements after the start of the storage.
 void addShared(std::span<PlannedTensor* const> tensors, std::vector<PlannedStorage>& storages) {
   const Region& lowest = tensors.front()->region;
   uint64_t unit = 1;
   for (const PlannedTensor* tensor : tensors) {
     unit = std::lcm(unit, uint64_t{tensor->record.itemBytes});
   }
-  // torch counts elements from the start of its own storage, so a multiple of all element sizes from there fits all.
-  const bool isEmpty = lowest.begin == lowest.end; // then it is nowhere, and alone
+  // torch counts elements from the start of its own storage. So a start that is a multiple of all element sizes from
+  // there suits all tensors.
+  const bool isEmpty = lowest.begin == lowest.end; // then it has no address, and is alone
   const auto fromOwner = isEmpty ? 0 : static_cast<uint64_t>(lowest.begin - lowest.ownersBegin());
   const std::byte* const begin = lowest.begin - fromOwner % unit;
   const std::byte* end = begin;

@@ -48,12 +48,12 @@ struct PlannedStorage {
   Place place = Place::kLent;
 };
 
-// The storages of a message: which memory of its tensors travels, and how each part does. Regions that overlap become
-// one storage, so that tensors which share memory still share it after arrival. The result points into `tensors`.
+// The storages of a message: which memory of its tensors travels, and how. Regions that overlap become one storage, so
+// that tensors which share memory still share it after arrival. The result points into `tensors`.
 //
-// The plan bounds the body: its inline storages have 1 MiB together. It also bounds the spans. Each storage of a
-// device, and each other storage from 1 MiB on, has its own span. Smaller ones have their own spans only above
-// kInlineStorageBytes, and while the CPU has 512 at most. The rest share spans.
+// The plan bounds the body: its inline storages have at most 1 MiB together. It also bounds the number of spans. Each
+// storage of a device, and each other storage from 1 MiB on, has its own span. A smaller one has its own span only
+// above kInlineStorageBytes, and if at most 512 storages of the CPU have one. The rest share spans.
 std::vector<PlannedStorage> planStorages(std::vector<PlannedTensor>& tensors);
 
 } // namespace torch_ucx_rpc

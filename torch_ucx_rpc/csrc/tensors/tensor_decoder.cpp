@@ -35,8 +35,8 @@ class Decoder {
  public:
   Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans, const Devices& devices)
       : view_(view), devices_(devices) {
-    // readBody() has checked that the body uses each byte of each span once. So every index below is in range, and one
-    // storage adopts a span that is not a pack.
+    // readBody() has checked that the body uses each byte of each span once. So every index below is in range, and each
+    // span that is not a pack belongs to one storage.
     storages_.reserve(view.storages.size());
     for (const BodyView::Storage& storage : view.storages) {
       const c10::Device device = deviceOf(storage.record);
@@ -143,7 +143,7 @@ class Decoder {
         dtype);
     const bool isQuantized =
         record.layout == Layout::kQuantizedPerTensor || record.layout == Layout::kQuantizedPerChannel;
-    TORCH_CHECK(isQuantized == c10::isQIntType(dtype), "malformed message: dtype ", dtype, " in the wrong place");
+    TORCH_CHECK(isQuantized == c10::isQIntType(dtype), "malformed message: dtype ", dtype, " in a wrong layout");
     return dtype;
   }
 
@@ -156,7 +156,7 @@ class Decoder {
     at::Tensor made;
     switch (record.layout) {
       case Layout::kUndefined:
-        return made; // before the flags, which ask a tensor for something
+        return made; // before the flags, which need a tensor
       case Layout::kStrided:
         made = strided(tensor, dtype);
         break;
@@ -226,7 +226,7 @@ class Decoder {
     TORCH_CHECK(
         axis >= 0 && axis < static_cast<int64_t>(tensor.sizes.size()) && scales.dim() == 1 && zeroPoints.dim() == 1 &&
             scales.numel() == tensor.sizes[axis] && zeroPoints.numel() == tensor.sizes[axis],
-        "malformed message: the channels of a quantized tensor do not add up");
+        "malformed message: the channels of a quantized tensor do not fit its shape");
   }
 
   at::Tensor coo(const BodyView::Tensor& tensor) {

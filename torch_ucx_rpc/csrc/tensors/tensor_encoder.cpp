@@ -102,7 +102,7 @@ class Encoder {
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
   }
 
-  // Whether the transport can send a device's memory as it is to a worker whose memory is a device's too.
+  // Whether the transport can send device memory without a copy to a worker that receives it in device memory.
   bool canSend(const PlannedStorage& storage) const {
     if (transport_->deviceMemoryRefusal()) {
       return false;
@@ -185,7 +185,7 @@ class Encoder {
     TORCH_CHECK(false, "the UCX RPC backend cannot send ", place(part), " to ", to_.describe(), ": it ", why, ".");
   }
 
-  // Says where the tensor that is being planned stands. Tensors are counted as they were pickled.
+  // Names the tensor that is being planned, by its position in the message. Tensors are counted as they were pickled.
   std::string place(const char* part) const {
     return c10::str(
         part == nullptr ? "" : part,

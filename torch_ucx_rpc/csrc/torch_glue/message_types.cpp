@@ -14,7 +14,7 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// The functions that make an RRef of its serialized form, as pickles name them: Python's
+// The functions that make an RRef from its serialized form, as pickles name them: Python's
 // (torch/distributed/rpc/internal.py) and TorchScript's (Pickler::pushRRef()). A call that only mentions these words is
 // taken for one with an RRef.
 constexpr std::string_view kRRefInPython = "_py_rref_receiver";
@@ -26,9 +26,9 @@ bool hasRRef(const std::vector<char>& payload) {
       pickle.find(kRRefInTorchScript) != std::string_view::npos;
 }
 
-// Reads the type of a message that autograd or the profiler has wrapped; UNKNOWN for one that torch's
-// rpc::writeWrappedPayload() has not written. It appends a pickled tuple, and the pickle's length in eight bytes, the
-// highest first. The wrapped type is the tuple's first element.
+// Reads the type of a message that autograd or the profiler has wrapped; UNKNOWN for a message that torch's
+// rpc::writeWrappedPayload() has not written. That function appends a pickled tuple, and the pickle's length in eight
+// bytes, the highest first. The wrapped type is the tuple's first element.
 rpc::MessageType innermostType(const rpc::Message& request) {
   rpc::MessageType type = request.type();
   std::string_view rest(request.payload().data(), request.payload().size());

@@ -29,8 +29,8 @@ bool makesRRef(const torch::distributed::rpc::Message& request);
 bool mustExecute(const torch::distributed::rpc::Message& request);
 
 // The answer to give in place of a peer that is gone; null if the request needs none. torch repeats some requests until
-// they are answered. It ends the process if one never is, because the thread that repeats them does not catch
-// exceptions of callbacks. A worker that is gone does not need the information in them.
+// they are answered. It ends the process if a request is never answered, because the thread that repeats requests does
+// not catch exceptions of callbacks. A worker that is gone does not need the information in them.
 c10::intrusive_ptr<torch::distributed::rpc::Message> syntheticAck(torch::distributed::rpc::MessageType request);
 
 } // namespace torch_ucx_rpc

@@ -21,7 +21,7 @@ namespace torch_ucx_rpc {
 bool isTorchsAgent(const torch::distributed::rpc::RpcAgent& agent);
 
 // torch's RRef context keeps the first agent of the process, and stops when that agent shuts down. After that, owners
-// in this process would never delete RRefs, whatever its next agent. To be called when torch's current agent starts.
+// in this process would never delete RRefs, even with another agent. To be called when torch's current agent starts.
 void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 
 // torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count.
@@ -32,7 +32,7 @@ void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 int64_t beginRRefIds(bool areRandom);
 
 // Like torch.distributed.autograd._init, but the rank may differ from an earlier life of this process. Returns the
-// first id of the contexts opened from now on, as contextNumber() has it. For `areRandom` see above.
+// first id of the contexts opened from now on, as contextNumber() returns it. For `areRandom` see above.
 int64_t beginContextIds(torch::distributed::rpc::worker_id_t rank, bool areRandom);
 
 // The two parts of a context's id: the rank of the worker that has opened it, and that worker's count.
@@ -46,8 +46,8 @@ void stopRRefDeletions();
 // The references to RRefs of this worker that torch knows.
 std::vector<HeldFork> heldForks();
 
-// Returns and forgets endless waits on this worker for values that other workers were to make with rpc.remote(),
-// where `isHopeless`. A wait is a thread in RRef.local_value(), or a call that is to be answered.
+// Returns and forgets endless waits on this worker for values that other workers were to make with rpc.remote(), if
+// `isHopeless` is true for the RRef. A wait is a thread in RRef.local_value(), or a call that is to be answered.
 std::vector<WaitForValue> takeWaitsForValues(
     const std::function<bool(const torch::distributed::rpc::RRefId&)>& isHopeless);
 
