@@ -1,4 +1,4 @@
-# The same verbs by hand and in CI. `make` alone lists them. tools/ has programs for rarer work.
+# The same targets by hand and in CI. `make` alone lists them. tools/ has programs for rarer work.
 #
 #   TORCH=2.13.0        version of torch to install and build against
 #   UCX=                wheel with UCX, such as libucx-cu13, or `system` for conda's or the system's UCX; if empty, the
@@ -45,7 +45,7 @@ EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 .PHONY: help environment build demo clean test test-cpp test-light-cpp test-python test-tooling test-libraries
 .PHONY: test-examples test-launchers test-conformance test-field nightly lint format docs bench
 
-help: ## List the verbs
+help: ## List the targets
 	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } \
 	  /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 } \
 	  END { print "\nPrograms for rarer work are in tools/; --help says what each does." }' Makefile

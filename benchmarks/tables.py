@@ -103,7 +103,7 @@ SUMMARIES = {
                 run="h100_mps",
             ),
             Row(
-                "small call on a machine that wakes slowly",
+                "small call on a machine that wakes threads slowly",
                 "small_calls",
                 "no-argument function, p50",
                 "us",
@@ -222,7 +222,9 @@ SMALL_CALLS = (
 )
 CLAIMS = (
     Claim("A small call takes less than a third of TensorPipe's time", "small_calls", SMALL_CALLS, 1 / 3),
-    Claim("up to 0.6 of it on a machine that wakes slowly", "small_calls", SMALL_CALLS, 0.6, run="two_slow_cores"),
+        Claim(
+        "up to 0.6 of it on a machine that wakes threads slowly", "small_calls", SMALL_CALLS, 0.6, run="two_slow_cores"
+    ),
     Claim(
         "large tensors travel at more than half of the speed of a memcpy",
         "large_tensors",

@@ -50,7 +50,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Operators that numba compiles": ("benchmarks native_updates", "tests/unit/test_native_op.py"),
         # Launched and observed
         "starts a job": ("tests/launchers", "tests/e2e/test_run.py"),
-        "needs no arguments under it": ("test_torchrun_on_two_hosts_with_a_role", "test_slurm", "test_open_mpi"),
+        "`torch_ucx_rpc.init_rpc()` needs no arguments": (
+            "test_torchrun_on_two_hosts_with_a_role",
+            "test_slurm",
+            "test_open_mpi",
+        ),
         "show the installation, slow pairs": ("tests/unit/test_check.py", "tests/e2e/test_info.py"),
         "`torch_ucx_rpc.statistics()` and Prometheus": ("test_prometheus_reads_the_statistics",),
     },
@@ -180,14 +184,16 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_calls_among_survivors_are_answered_before_shutdown_ends",
         ),
-        "Its error names all dead workers": (
+        "The error names all dead workers": (
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_graceful_shutdown_with_a_dead_worker_raises",
             "test_death_within_shutdown_ends_it_for_all_and_is_named",
             "test_graceful_shutdown_notices_a_dead_host_never_called",
             "BarrierTest",
         ),
-        "It does not wait for the dead or their RRefs": ("test_shutdown_does_not_wait_for_rrefs_of_the_dead",),
+        "The shutdown does not wait for dead workers or their RRefs": (
+            "test_shutdown_does_not_wait_for_rrefs_of_the_dead",
+        ),
         "If a worker hangs, the shutdown fails": ("test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout",),
         "An ungraceful shutdown waits only for its own handlers": (
             "test_an_ungraceful_shutdown_waits_for_no_worker",
