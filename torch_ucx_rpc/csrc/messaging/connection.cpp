@@ -11,7 +11,8 @@ namespace {
 // After this many bytes an acknowledgement leaves at once. The peer keeps eight times as much at most, of each kind.
 constexpr uint64_t kUnacknowledgedBytes = 1024 * 1024;
 
-// If endpoints fail at once, the next ones are made after 1, 2, 4, ... rounds of Retries, and at last every 0.6 s.
+// If endpoints fail one after another, Retries makes the next ones after 1, 2, 4, ... of its rounds. The longest wait
+// is 0.6 s.
 constexpr unsigned kMaxDoublings = 5;
 
 } // namespace
@@ -44,7 +45,7 @@ void Connection::breakOff(const std::string& why) {
   path().endpoint.reset();
   transition(Event::kBroken);
   failures = isUnproven ? failures + 1 : 0;
-  // An endpoint that fails is not a sign of life: its host may be out of reach.
+  // A failing endpoint is not a sign of life: the peer's host may be out of reach.
   silence = {.isSuspect = true, .lasted = isUnproven ? silence.lasted : std::chrono::milliseconds(0)};
   roundsToResume = 1u << std::min(failures, kMaxDoublings);
   isUnproven = true;

@@ -25,9 +25,9 @@ namespace torch_ucx_rpc {
 
 // The messages of one queue that the transport has not finished.
 struct OutgoingLoad {
-  // The most eager bytes for one peer, of requests, answers and puts each. UCX queues them in memory of its own while
-  // the peer does not read, because it is stopped for instance. It never gives up a message in that queue, not even one
-  // whose call has timed out.
+  // The most eager bytes for one peer. Requests, answers and puts have this limit each. UCX queues eager bytes in its
+  // own memory while the peer does not read, for instance because it is stopped. UCX never gives up a message in that
+  // queue, even if its call has timed out.
   static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
   // The bytes that a message costs the transport beside its body.
   static constexpr uint64_t kEagerOverhead = 512;
@@ -35,7 +35,7 @@ struct OutgoingLoad {
   size_t parts = 0; // parts that travel by rendezvous
   uint64_t eagerBytes = 0;
 
-  // A message that is larger than a limit leaves once no other is under way.
+  // Whether the message may leave now. A message larger than a limit leaves once no other is under way.
   bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
     if (message.rendezvousParts() == 0) {
       return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
@@ -54,13 +54,13 @@ struct OutgoingLoad {
   }
 };
 
-// Everything between this worker and one life of a peer: the endpoint, the seals, the messages that wait to be sent or
-// are being received, and the time of silence. The first message to or from the peer makes it. It lives as long as the
-// agent, since operations of the transport may end late and name it.
+// Everything between this worker and one life of a peer. It has the endpoint, the seals, the time of silence, and the
+// messages that wait or are being received. The first message to or from the peer makes the connection. It lives as
+// long as the agent, since operations of the transport may end late and name it.
 //
 // The worker lock guards all of it. Peer holds the values that other threads read.
 //
-// transition() alone changes the state, with one exception: the end of the peer closes the connection at once and for
+// transition() alone changes the state, with one exception. The end of the peer closes the connection at once and for
 // good. Any thread may note that end in Peer::moveTo().
 //
 //   state      means                                               event          next
@@ -69,19 +69,19 @@ struct OutgoingLoad {
 //   kOpen      messages leave over the endpoint                    kDisconnected  kUnmet
 //                                                                  kBroken        kResuming
 //   kResuming  the endpoint has failed, and the peer may live:     kConnected     kOpen
-//              Retries makes another one, over which the messages
-//              leave that the peer does not have
+//              Retries makes another one, for the messages that
+//              the peer does not have
 //   kClosed    the peer has left or failed; messages fail, except  none
 //              a goodbye, which tells it so
 //
-// A peer that was asked to admit this worker (kJoin) refuses everything else until it has (Peer::hasAdmitted). Until
-// then only the join leaves, over each new endpoint, and goodbyes.
+// A peer that was asked to admit this worker (kJoin) refuses everything else until it has done so (Peer::hasAdmitted).
+// Until then only goodbyes and the join leave. The join leaves again over each new endpoint.
 class Connection {
  public:
   enum class State : uint8_t { kUnmet, kOpen, kResuming, kClosed };
   enum class Event : uint8_t {
     kConnected, // the endpoint has been made
-    kDisconnected, // the endpoint has failed over an error of this process; the peer is healthy
+    kDisconnected, // the endpoint has failed because of an error of this process; the peer is healthy
     kBroken, // the endpoint has failed, and can be replaced: see mayResume()
   };
 
@@ -96,14 +96,14 @@ class Connection {
     return peer_.isThere() ? state_ : State::kClosed;
   }
   void transition(Event event);
-  // Notes that the endpoint of the path in use has been made, or has failed, and makes the transition for that.
+  // Notes the new endpoint of the path in use, or its failure, and makes the transition.
   void setEndpoint(std::optional<EndpointId> endpoint);
 
   bool isJoining() const {
     return !peer_.hasAdmitted.load(std::memory_order_relaxed) && state() != State::kClosed;
   }
   // Whether messages outlast the endpoint (docs/development/resumption.md). They do not if a dead peer would look like
-  // a healthy one. A join outlasts it even if calls do not, because the peer takes it any number of times.
+  // a healthy one. A join outlasts the endpoint even if calls do not, because the peer accepts repeated joins.
   bool mayResume() const {
     const auto& does = isJoining() ? peer_.isEndSeen : peer_.mayResume;
     return does.load(std::memory_order_relaxed) && state() != State::kClosed;
@@ -111,8 +111,9 @@ class Connection {
   // To be called when the endpoint has failed or is given up, and mayResume() is true.
   void breakOff(const std::string& why);
 
-  // A queue has messages of one kind that leave in one way. Small messages do not wait behind large ones, nor answers
-  // behind requests. Control frames are few and small, and never wait: they have no queue.
+  // A queue has the messages of one kind that leave in one way: eagerly or by rendezvous. Small messages do not wait
+  // behind large ones, nor answers behind requests. Control frames are few and small, and never wait: they have no
+  // queue.
   static constexpr size_t kQueues = 6;
   static size_t queueOf(const OutgoingMessage& message) {
     return queueOf(message.header.kind, message.rendezvousParts() == 0);
@@ -134,9 +135,9 @@ class Connection {
     return paths.front().endpoint;
   }
 
-  // Changed by Outbox. The first path is in use. The others are old paths over shared memory, to a peer that has moved
-  // to the network. They are not closed: UCX would free memory that the peer may still read. Messages under way over
-  // them may never end, and take no room of the first path.
+  // Outbox changes the following members. The first path is in use. The others are old paths over shared memory, to a
+  // peer that has moved to the network. Outbox does not close them: UCX would free memory that the peer may still read.
+  // Messages under way over them may never end, and take no room of the first path.
   std::list<Path> paths = std::list<Path>(1);
   struct Outgoing {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
@@ -146,15 +147,15 @@ class Connection {
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have
-    uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before all others
-    std::string whyBroken; // the endpoint must be replaced, for this reason; empty while it is good
+    uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before all later frames
+    std::string whyBroken; // why the endpoint must be replaced; empty while it is good
     size_t underWay = 0; // messages that the transport has not finished, or that wait for their turn
   } outgoing;
 
-  // Changed by Receiver and by Inbox.
+  // Receiver and Inbox change the following members.
   struct Incoming {
     wire::ReplayWindow received{1}; // frames with numbers
-    std::map<uint64_t, Announcement> announced; // by number; a frame without one has a key from the upper end
+    std::map<uint64_t, Announcement> announced; // by number; frames without one have keys from the upper end down
     uint64_t unnumbered = 0; // how many of these have come
     uint64_t unacknowledgedBytes = 0; // bytes of frames that came after the last acknowledgement left
     bool isOwing = false; // in Connections::owing
@@ -168,13 +169,13 @@ class Connection {
     std::vector<Receiving::Entry> starting; // messages that wait for memory
     std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, the oldest first
 
-    // The first frame that has not come though later ones have, and that is not announced. 0: none.
+    // The number of the first missing frame, if later frames have come and it is not announced. Otherwise 0.
     uint64_t lacking() const {
       const uint64_t first = received.firstMissing();
       return first < received.next() && !announced.contains(first) ? first : 0;
     }
 
-    // This side's end of an endpoint that the peer has given up, if a receive still waits for it; else null.
+    // This side's end of an endpoint that the peer has given up. Null unless a receive still waits for it.
     const void* outdatedOrigin(const Transport& transport);
 
     // The message whose part is received next: by turns the oldest message, and the message with the fewest parts left.
@@ -185,14 +186,14 @@ class Connection {
   // Work for the next round. Inbox asks for it.
   bool isPinged = false; // the peer has asked for a sign of life
   bool mustAcknowledge = false; // much has come that this worker has not acknowledged
-  bool isMoving = false; // one of the two gets nothing from the other over shared memory: see SharedMemoryRepair
+  bool isMoving = false; // one of the two workers gets nothing over shared memory: see SharedMemoryRepair
 
   // Only in a job with a secret. Outbox seals frames with `sealer`, and Inbox checks frames with `opener`.
   std::optional<wire::FrameSeal> sealer;
   std::optional<wire::FrameSeal> opener;
 
-  // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck. Heartbeat sets the rest,
-  // and a failed endpoint resets it.
+  // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck. Heartbeat sets the other
+  // members, and breakOff() resets them.
   struct Silence {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
     bool isAsked = false; // a sign of life has been asked for
@@ -209,16 +210,16 @@ class Connection {
   unsigned roundsStalled = 0; // rounds in which this worker has waited for a new announcement
   unsigned roundsOutdated = 0; // rounds in which a receive has waited for an endpoint that the peer has given up
 
-  // The number of a frame that the peer may have to send again, because an endpoint of this worker has failed. 0: none.
+  // The number of a frame that the peer may have to send again after an endpoint of this worker has failed. 0: none.
   uint64_t lacking() const {
     return peer_.timesResumed.load(std::memory_order_relaxed) == 0 ? 0 : incoming.lacking();
   }
-  // Whether Retries has something to do for it.
+  // Whether Retries has something to do for this connection.
   bool mustRetry() const {
     return state() == State::kResuming || !incoming.stalled.empty() || incoming.hasAgain || lacking() != 0;
   }
 
-  // Whether a message to or from the peer waits for a device, whose work no event ends.
+  // Whether a message to or from the peer waits for a device. No event announces the end of a device's work.
   bool waitsForDevice() const;
 
  private:
@@ -226,15 +227,15 @@ class Connection {
 
   Peer& peer_;
   State state_ = State::kUnmet; // while the peer is there
-  // Whether it is in Connections::ready_, and how urgent its work is.
+  // Whether this connection is in Connections::ready_, and how urgent its work is.
   enum class Attention : uint8_t { kNone, kEachRound, kNow } attention_ = Attention::kNone;
 };
 
 // The connections of this worker. Guarded by the worker lock.
 //
-// Callbacks of the transport must neither send nor receive. They note in a connection what there is to do, and make it
-// ready. Messenger::startDeferredWithWorkerLock() then visits only the ready connections. A round without any costs
-// nothing, however many peers there are.
+// Callbacks of the transport must neither send nor receive. They note in a connection what there is to do, and make the
+// connection ready. Messenger::startDeferredWithWorkerLock() then visits only the ready connections. A round without
+// ready connections costs nothing, however many peers there are.
 class Connections {
  public:
   // The connection of a peer, made if there is none.
@@ -256,7 +257,7 @@ class Connections {
     note(connection, Connection::Attention::kEachRound);
   }
 
-  // Notes that a frame with a number has come, and is to be acknowledged.
+  // Notes that a frame with a number has come, which this worker must acknowledge.
   void noteArrival(Connection& connection, uint64_t bytes);
   // The connections with frames that were not acknowledged at once.
   const std::vector<Connection*>& owing() const {
@@ -266,7 +267,7 @@ class Connections {
     return std::exchange(owing_, {});
   }
 
-  // One round: hands each ready connection to `work`, which may make it ready again, for the next one. If `work`
+  // One round: hands each ready connection to `work`, which may make it ready again for the next round. If `work`
   // throws, the connections that it has not seen stay ready.
   template <typename Work>
   void forEachReady(Work work) {

@@ -16,7 +16,7 @@ namespace {
 using wire::Kind;
 using wire::RefusalReason;
 
-// All others are kInternal, and kOther.
+// All other codes become kOther, and all other reasons kInternal.
 constexpr std::pair<ErrorCode, RefusalReason> kReasons[] = {
     {ErrorCode::kProtocol, RefusalReason::kMalformed},
     {ErrorCode::kOutOfMemory, RefusalReason::kNoMemory},
@@ -33,7 +33,7 @@ ErrorCode codeOf(RefusalReason reason) {
   return known != std::end(kReasons) ? known->first : ErrorCode::kInternal;
 }
 
-// A record, and a sentence after it.
+// Returns a body with the record and the sentence after it.
 template <typename Record>
 Bytes bodyOf(const Record& record, const std::string& sentence) {
   Bytes body(std::as_bytes(std::span(&record, 1)));
@@ -173,7 +173,7 @@ void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFra
 Bytes encodeReceived(const wire::ReplayWindow& received, bool mustSendAgain) {
   const std::map<uint64_t, uint64_t>& missing = received.missing();
   wire::Received record{received.next(), static_cast<uint32_t>(missing.size()), mustSendAgain ? 1u : 0u};
-  if (missing.size() > wire::kMaxRuns) { // the rest counts as missing
+  if (missing.size() > wire::kMaxRuns) { // the later frames count as missing
     record.runs = wire::kMaxRuns;
     record.next = std::next(missing.begin(), wire::kMaxRuns)->first;
   }

@@ -16,7 +16,7 @@
 
 namespace torch_ucx_rpc {
 
-// A control frame without its header's other fields. wire/header.h says what each kind has.
+// A control frame without the other fields of its header. wire/header.h says what each kind has.
 struct ControlFrame {
   wire::Kind kind{};
   uint64_t callId = 0;
@@ -29,7 +29,8 @@ ControlFrame barrierRelease(uint64_t round, const Barrier::Result& result);
 // The receiver distinguishes only the codes of wire::RefusalReason.
 ControlFrame refused(uint64_t callId, const Error& why);
 ControlFrame putRefused(std::string_view group, uint64_t epoch);
-// A goodbye to a worker that this one has lost. This worker goes on, so to the other it is lost too, and has not left.
+// A goodbye to a worker that this one has lost. This worker goes on, so the other worker must treat it as lost, not as
+// having left.
 ControlFrame goodbyeToLost();
 
 // Hands a frame to its handler. Drops a frame that is too short, since no worker waits for an answer to it. Also drops

@@ -9,9 +9,10 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Memory of the device for bytes that a process of this machine sends, which has to map it. RMM's resources may give
-// memory that cannot be mapped, such as cudaMallocAsync's. UCX would copy it through host memory in small pieces, under
-// the worker lock. So torch's memory is taken instead, if it can be mapped.
+// Allocates device memory for bytes that a process of this machine sends. That process must map the memory. RMM's
+// resources may give memory that no other process can map, such as cudaMallocAsync's. UCX would copy the bytes through
+// host memory in small pieces, under the worker lock. So this function takes torch's memory instead, if another process
+// can map it.
 void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transport) {
   DevicePool& pool = DevicePool::instance();
   if (!pool.isUnshareable()) {
@@ -22,7 +23,7 @@ void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transpo
   }
   c10::DataPtr beside = pool.allocateBeside(span.device, span.bytes);
   if (beside.get() != nullptr && transport.canShare(beside.get(), span.bytes)) {
-    pool.noteUnshareable(); // the next message does without the attempt
+    pool.noteUnshareable(); // the next message skips the attempt
     span.data = std::move(beside);
     span.isBesidePool = true;
   } else if (span.data.get() == nullptr) {
@@ -35,7 +36,7 @@ void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transpo
 void DeviceAllocation::run(const Transport& transport) noexcept {
   DevicePool& pool = DevicePool::instance();
   try {
-    Devices written; // the transport writes to them outside of any stream
+    Devices written; // the devices whose memory the transport writes to, outside of any stream
     for (Span& span : spans) {
       if (span.isStaging) {
         span.data = pool.allocateStaging(span.device, span.bytes);

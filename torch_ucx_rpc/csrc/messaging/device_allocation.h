@@ -15,7 +15,7 @@
 namespace torch_ucx_rpc {
 
 // Memory for the spans of a message that arrive on devices, or in pinned memory. Allocators may wait for the driver,
-// for Python, or for memory that is held back. So run() is called without the worker lock.
+// for Python, or for memory that is held back. So callers of run() do not hold the worker lock.
 struct DeviceAllocation {
   struct Span {
     size_t index; // of the message's span

@@ -11,10 +11,11 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// How often devices are asked whether work is done that messages wait for. A short kernel takes about as long.
+// How often DeviceWatch asks devices whether the work that messages wait for is done. A short kernel takes about as
+// long.
 constexpr auto kAskPeriod = std::chrono::microseconds(50);
 
-// How often released device memory is checked for uses that are not over.
+// How often DeviceWatch looks for released device memory whose uses are over.
 constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
 
 } // namespace
@@ -44,12 +45,12 @@ Timer::TimePoint DeviceWatch::ask() {
 
 Timer::TimePoint DeviceWatch::collect(Timer::TimePoint now) {
   DevicePool& pool = DevicePool::instance();
-  // Not on this thread: an allocator may wait for the driver or for Python, and deadlines and new threads wait for this
-  // one.
+  // Not on this thread, since deadlines and new threads wait for it. An allocator may wait for the driver or for
+  // Python.
   if (std::shared_ptr<void> hold = pool.statistics().heldBytes != 0 ? lifetime_.hold() : nullptr) {
     executor_.addCompletion([hold = std::move(hold), &pool] { pool.collect(); });
   }
-  // Any thread may release memory that is in use now, and no event announces it.
+  // Any thread may release memory that is in use now, and no event announces the release.
   return pool.isCollecting() ? now + kCollectionPeriod : Timer::kNever;
 }
 

@@ -5,7 +5,7 @@
 
 namespace torch_ucx_rpc {
 
-// Asks devices whether the work is done that messages wait for, and whether released device memory is still in use. No
+// Asks devices whether the work that messages wait for is done, and whether released device memory is still in use. No
 // event announces either. Idle where RPC uses no devices. Thread-safe, except functions that need the worker lock.
 class DeviceWatch : private MessengerParts {
  public:
@@ -16,7 +16,7 @@ class DeviceWatch : private MessengerParts {
     return !devices_.get().empty();
   }
 
-  // To be called in each round, before anything else: any thread may drive, and UCX needs a device context on it.
+  // To be called first in each round. Any thread may drive, and UCX needs a device context on that thread.
   void beginRoundWithWorkerLock();
   // Makes another round begin soon, since a message waits for a device.
   void askAgain();

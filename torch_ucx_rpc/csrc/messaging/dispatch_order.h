@@ -11,9 +11,9 @@
 namespace torch_ucx_rpc {
 
 // Runs actions of several threads in one order. A thread begins a turn under some lock, releases that lock, and ends
-// the turn with an action. Actions run in the order of the turns, one at a time. An action runs on the thread that ends
-// its turn, or on a thread that runs other actions or ends an earlier turn. It must not throw. Thread-safe; must
-// outlive its turns.
+// the turn with an action. Actions run in the order of the turns, one at a time. The thread that ends a turn runs its
+// action, or leaves it to a thread that runs other actions or ends an earlier turn. An action must not throw.
+// Thread-safe; must outlive its turns.
 class DispatchOrder {
  public:
   class Turn {

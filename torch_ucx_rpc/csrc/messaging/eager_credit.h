@@ -34,12 +34,12 @@ class EagerCredit {
     }
   }
 
-  // Takes credit for a request with such a body. False if the share is used up: the body then goes by rendezvous, and
-  // waits here until the receiver asks for it.
+  // Takes credit for a request with a body of this size. Returns false if the share is used up. The body then goes by
+  // rendezvous, and waits here until the receiver asks for it.
   bool take(Peer& to, uint64_t bodyBytes, const PushShare& share) {
     const uint64_t most = bodyBytes <= kSmallBytes ? share.bytes() : std::min(share.bytes(), kMaxBytesOfLarger);
     const uint64_t bytes = bodyBytes + kOverhead;
-    // Added before it is compared, so that two threads cannot both take the last of the share.
+    // Adds before it compares, so that two threads cannot both take the last of the share.
     if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > most) {
       to.eagerBytesOpen.fetch_sub(bytes, std::memory_order_relaxed);
       return false;

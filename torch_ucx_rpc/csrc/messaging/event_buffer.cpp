@@ -21,8 +21,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
   for (std::unique_ptr<OutgoingMessage>& message : sent) {
     dispatchSent(*message);
-    // A waiting caller does not hold torch's locks, so the messages are destroyed with the batch, after everything else
-    // in it.
+    // A waiting caller does not hold torch's locks. So the messages end with the batch, after everything else in it.
     if (!driver) {
       buffer_.sentMessages_.destroyLater(message);
     } else if (driver->role != Role::kWaitingCaller) {
@@ -39,7 +38,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     buffer_.handlers_.group->onJoin(join.session, std::move(join.record));
   }
   // A driver runs short requests itself. A thread that is woken for a short request would compete with the driver for
-  // the processor. A waiting caller may be inside a task, in torch's handling of a request, and torch does not expect
+  // the processor. A waiting caller may be inside a task, in torch's handling of a request. torch does not expect
   // another request on that thread.
   std::vector<IncomingMessage> onDriver;
   if (driver && !Executor::isInTask()) {
@@ -73,7 +72,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     });
   }
   turn.end(); // batches after this one must not wait for the user code below
-  // A waiting caller that blocks in the last work delays no other thread: because of mayEventsBlockWithWorkerLock(),
+  // A waiting caller that blocks in the last work delays no other thread. Because of mayEventsBlockWithWorkerLock(),
   // Progress has left the guard to another driver, if one sleeps.
   dispatchWork(driver && driver->role == Role::kWaitingCaller && onDriver.empty() && atEnd.empty());
   for (IncomingMessage& request : onDriver) {
@@ -91,7 +90,7 @@ void EventBuffer::Batch::dispatchWork(bool mayDoLast) {
   for (UniqueFunction<void()>& task : work) {
     const bool isLast = &task == &work.back();
     std::shared_ptr<void> hold = mayDoLast && isLast ? nullptr : buffer_.lifetime_.hold();
-    if (hold == nullptr) { // or no other thread will do it: the agent is being destroyed
+    if (hold == nullptr) { // also if the agent is being destroyed: no other thread will do the task
       task();
     } else {
       buffer_.executor_.addCompletion([hold = std::move(hold), task = std::move(task)]() mutable { task(); });

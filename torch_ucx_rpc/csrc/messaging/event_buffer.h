@@ -19,7 +19,7 @@ namespace torch_ucx_rpc {
 //
 // The order within a batch:
 // 1. Answers, values of channels, ends of sends, rejections and joins.
-// 2. Requests and control frames in the order of arrival, then failures of peers: what a peer sent before its end
+// 2. Requests and control frames in the order of arrival. Then failures of peers: what a peer sent before its end
 //    counts.
 // 3. Requests that the driver runs itself.
 // 4. Answers to calls that the driver completes itself.
@@ -46,12 +46,13 @@ class EventBuffer {
   void addSent(std::unique_ptr<OutgoingMessage> message) {
     pending().sent.push_back(std::move(message));
   }
-  // Adds an answer of which only some parts can leave. Its caller has to learn this first: the message ends when the
+  // Adds an answer of which only some parts can leave. The caller must learn this first: the message ends only when the
   // caller releases these parts.
   void addCutAnswer(Peer& to, uint64_t callId, Error why) {
     pending().cutAnswers.push_back({&to, callId, std::move(why)});
   }
-  // Adds a message that could not be received. Its share of the receive window is given back without the worker lock.
+  // Adds a message that could not be received. The batch gives its share of the receive window back without the worker
+  // lock.
   void addRejection(Peer& from, const wire::Header& header, Error why, Admission admission = {}) {
     pending().rejections.push_back({&from, header, std::move(why), std::move(admission)});
   }
@@ -67,8 +68,8 @@ class EventBuffer {
     pending().breaks.push_back(&peer);
   }
   // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a waiting
-  // caller that has nothing else to do. A leader must not, since nothing arrives until it is back. Other threads must
-  // not, since they may hold torch's locks.
+  // caller that has nothing else to do. A leader must not do it, since nothing arrives until the leader is back. Other
+  // threads must not do it, since they may hold torch's locks.
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }

@@ -11,11 +11,12 @@
 #include <string>
 #include <vector>
 
-// Interfaces of the objects that act on events, one for each kind. All functions are called without the worker lock,
-// unless they say otherwise, and must not throw.
+// Interfaces of the objects that act on events, one for each kind. Callers do not hold the worker lock, unless a
+// function says otherwise. No function may throw.
 namespace torch_ucx_rpc {
 
-// Work that a batch does last, on the same thread. It may run user code, so everything else in the batch comes first.
+// Work that a batch does last, on the thread that dispatches it. It may run user code, so everything else in the batch
+// comes first.
 using WorkAtEnd = std::vector<UniqueFunction<void()>>;
 
 // Answers to this worker's calls.
@@ -46,7 +47,7 @@ class RequestHandler {
   virtual void runOnDriver(IncomingMessage request) = 0;
   // The request arrived, but could not be received.
   virtual void onRequestRejected(Peer& from, uint64_t callId, const Error& why) = 0;
-  // The answer was not sent, or only in part: then the caller has some of its parts, and takes no other answer.
+  // The answer was not sent, or only in part. In the latter case the caller has some parts, and takes no other answer.
   virtual void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) = 0;
 };
 
@@ -92,7 +93,7 @@ class PutHandler {
   virtual void onPut(IncomingMessage value, const std::optional<Driver>& driver) = 0;
   // The value arrived, but could not be received.
   virtual void onPutRejected(Peer& from, uint64_t number, const Error& why) = 0;
-  // The transport is done with the memory of a value, which has left unless there is an error.
+  // The transport is done with the memory of a value. The value has left unless `error` is set.
   virtual void onPutSent(Peer& to, uint64_t number, const Error& error) = 0;
   virtual void onTaken(Peer& from, uint64_t bytes) = 0;
   virtual void onPutRefused(Peer& by, const std::string& group, uint64_t epoch) = 0;

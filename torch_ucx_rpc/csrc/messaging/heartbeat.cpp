@@ -24,8 +24,8 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
     Connection* const connection = peer->connection;
-    // A peer from which something has come may have lost its endpoint through a failure of this process. A ping makes
-    // another.
+    // An error of this process may have closed the endpoint to a peer that has been heard. A ping makes another
+    // endpoint.
     if (connection == nullptr || !peer->isThere() ||
         (!connection->endpoint().has_value() && !connection->isHeard && !connection->mustRetry())) {
       continue;

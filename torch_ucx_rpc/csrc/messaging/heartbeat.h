@@ -11,17 +11,18 @@
 
 namespace torch_ucx_rpc {
 
-// Notices peers that fall silent. Their process may run on another machine or in another pid namespace, where it cannot
-// be watched (peers/process_watch.h). Then nothing else shows a dead host or a cut cable: UCX reports neither within 45
-// s.
+// Notices peers that fall silent. This worker cannot watch a process on another machine or in another pid namespace
+// (peers/process_watch.h). For such a process, nothing else shows a dead host or a cut cable: UCX reports neither
+// within 45 seconds.
 //
-// Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
-// are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
+// Any frame from a peer is a sign of life. PeerMonitor asks an unwatched peer that sent none for a period. It asks only
+// once, since transports are reliable. The answer comes from the thread that drives the other agent, which never waits
+// for Python.
 //
 // There are two limits. A peer that is silent for longer than the first is suspect: calls to it wait. The next sign of
-// life ends the suspicion. If the peer stays silent for the reconnect limit instead, it is lost. A peer whose process
-// is watched is never lost by silence. Time in which this process itself did not run does not count.
-// Connection::silence has the time. All functions but isOn() and period() need the worker lock.
+// life ends the suspicion. A peer that stays silent for the reconnect limit as well is lost. A peer whose process is
+// watched is never lost by silence. Time in which this process itself did not run does not count. Connection::silence
+// keeps the duration. All functions but isOn() and period() need the worker lock.
 class Heartbeat {
  public:
   using Clock = std::chrono::steady_clock;
@@ -50,8 +51,8 @@ class Heartbeat {
   // Checks the peers that this worker has, or has had, an endpoint to.
   Findings check(Clock::time_point now);
 
-  // To be called when the process of a peer has probably ended, and the peer has been asked for a sign of life. Unless
-  // one comes, the peer is lost within kDoubt and a period, whatever the limit.
+  // To be called when the process of a peer has probably ended. The caller must have asked the peer for a sign of life.
+  // Unless one comes, the peer is lost within kDoubt and a period, whatever the limit.
   void doubt(Peer& peer, Clock::time_point now) const;
 
   // Sentences for the log.

@@ -45,7 +45,7 @@ Connection* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, st
   }
   Connection& connection = connections_.of(*from);
   if (std::optional<wire::FrameSeal>& opener = connection.opener) {
-    // The seal first: a forged frame must not use up the number of a genuine one, which would then be dropped.
+    // Checks the seal first. A forged frame must not use up the number of a genuine frame, which would then be dropped.
     if (!opener->isGenuine(header, dataBytes, data)) {
       rejectFrame(
           FrameFault::kForged,
@@ -69,9 +69,10 @@ bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t by
     return true;
   }
   wire::ReplayWindow& received = from.incoming.received;
-  // The number of a rendezvous is taken when it has been received.
+  // A rendezvous takes its number when it has been received.
   if (isRendezvous ? received.hasCome(header.sequence) : !received.accept(header.sequence)) {
-    // Each frame that was under way when an endpoint failed may come twice. Without a failure it is a replay.
+    // Each frame that was under way when an endpoint failed may come twice. If no endpoint has failed, such a frame is
+    // a replay.
     if (from.opener.has_value() && from.peer().timesResumed.load(std::memory_order_relaxed) == 0) {
       rejectFrame(FrameFault::kReplayed, "a frame of " + from.peer().describe() + " that has come before");
     }
@@ -97,7 +98,7 @@ Announcement* Inbox::announce(Connection& from, const wire::Header& header, void
     std::ranges::move(std::exchange(incoming.stalled, {}), std::back_inserter(incoming.waiting));
     connections_.makeReady(from);
   } else {
-    // The earlier one is tried first: this one may be a replay.
+    // The receiver tries the earlier announcement first: this one may be a replay.
     receiver_.releaseHandle(std::exchange(announcement.again, rendezvous));
     incoming.hasAgain = true;
     connections_.makeReady(from); // Messenger has Retries look at it
@@ -113,7 +114,7 @@ void Inbox::onReceived(Connection& from, std::span<const std::byte> body) {
   from.outgoing.kept.onReceived(received->frames);
   if (received->mustSendAgain) {
     from.outgoing.mustSendAgain = true;
-    // The endpoint delivers later frames, but not the missing ones: the peer has given up its end, and UCX drops
+    // The endpoint delivers later frames, but not the missing ones. The peer has given up its end, and UCX drops
     // announcements.
     if (received->frames.next() > from.outgoing.sentAgainBelow && received->frames.gaps() != 0) {
       from.outgoing.whyBroken = "messages that left over it have not arrived";
@@ -146,7 +147,7 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
     rejectFrame(FrameFault::kMalformed, "a malformed frame: spans come by rendezvous");
     return;
   }
-  // The bytes are copied after the check, so a flood of strangers' frames costs no memory.
+  // Copies the bytes only after the check, so a flood of strangers' frames costs no memory.
   Connection* from = findSender(header, bytes.size(), bytes);
   if (from != nullptr && takeNumber(*from, header, bytes.size(), false)) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
@@ -158,7 +159,7 @@ void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record
     rejectFrame(FrameFault::kForged, "a process that wants to join the group and does not have the job's secret");
     return;
   }
-  // A worker repeats its join until it has been acknowledged. It sends frames with numbers afterwards.
+  // A worker repeats its join until this worker acknowledges it. It sends frames with numbers only afterwards.
   const Peer* known = directory_.findSession(header.sourceSession);
   if (known != nullptr && known->connection != nullptr && known->connection->incoming.received.firstMissing() > 1) {
     rejectFrame(FrameFault::kReplayed, "a join of a process that has joined before");
@@ -199,11 +200,11 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
       if (!isLocal(error.code())) {
         events_.addBreak(connection->peer());
       }
-    } // else it was given up before
+    } // else this endpoint was given up before
   } else if (isLocal(error.code()) && connection->endpoint() == endpoint) {
-    connection->setEndpoint(std::nullopt); // the peer is healthy, and the next message to it makes another one
-    connection->silence.isAsked = false; // the question may not have reached it
-    // It may take the end of the connection for the end of this worker, and drop what comes later. Only its silence
+    connection->setEndpoint(std::nullopt); // the peer is healthy, and the next message makes another endpoint
+    connection->silence.isAsked = false; // the ping may not have reached the peer
+    // The peer may take the end of the connection for the end of this worker, and drop later frames. Only its silence
     // shows that.
     connection->peer().needsHeartbeat.store(true);
   } else {
@@ -215,7 +216,7 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
   if (from.state() == Connection::State::kClosed) { // calls to it have failed here already, so it stays lost
     receiver_.release(piece);
     if (from.peer().state() == Peer::State::kFailed && from.peer().mayResume.load(std::memory_order_relaxed)) {
-      from.isPinged = true; // the peer may have come back too late, and would go on sending
+      from.isPinged = true; // the peer may have come back too late: a goodbye stops its sending
       connections_.makeReady(from);
     }
     return;
@@ -338,7 +339,7 @@ void Inbox::onPutAnnounced(Connection& from, wire::Assembled assembled, uint64_t
 void Inbox::receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into) {
   assertHoldsWorkerLock();
   auto held = heldPuts_.extract({&from, number});
-  if (held.empty()) { // it has gone with its sender
+  if (held.empty()) { // the value is gone with its sender
     wire::Header header;
     header.kind = wire::Kind::kPut;
     header.callId = number;
@@ -357,8 +358,8 @@ void Inbox::dropPut(Peer& from, uint64_t number) {
 }
 
 void Inbox::onCancel(Connection& from, uint64_t callId) {
-  // The request may be incomplete, may wait for the window, or is being received. One that has arrived whole is left
-  // alone: RequestServer drops it when its deadline has passed.
+  // The request may be incomplete, may wait for the window, or may be arriving. A request that has arrived whole stays:
+  // RequestServer drops it when its deadline has passed.
   std::vector<wire::Piece> dropped;
   assembler_.cancel(from.peer().member().session, wire::Kind::kRequest, callId, dropped);
   receiver_.release(dropped);
@@ -397,13 +398,12 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
       queue.pop_front();
       continue;
     }
-    // The count is stored before the attempt: a release that comes in between sees that a message waits, and wakes this
-    // worker. If the attempt fails, a release, the end of a receive, or Messenger::checkWindow() brings the next one.
+    // Stores the count before the attempt. A release in between then sees that a message waits, and wakes this worker.
+    // If the attempt fails, a release, the end of a receive, or Messenger::checkWindow() brings the next attempt.
     updateWaitingCount();
     Admission admission;
     const wire::Kind kind = first.assembled.header.kind;
-    // A response may wait here while requests are received, but not for long: messages that have become slow do not
-    // count.
+    // A response may wait here while requests are received, but not for long: isBusy() does not count slow messages.
     if (receiver_.isBusy(first.bytes) || receiver_.areDevicesBusy(first.deviceBytes) ||
         (kind != wire::Kind::kPut && // its handler bounds the memory of values
          !window_->tryAdmit(kind == wire::Kind::kResponse, first.bytes, admission, first.deviceBytes))) {
@@ -417,7 +417,7 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
 
 void Inbox::admitStalled() {
   assertHoldsWorkerLock();
-  // Responses do not stall. Their shares come back when they are decoded, and that never waits for a handler.
+  // Responses do not stall. Their shares come back when they are decoded, and decoding never waits for a handler.
   if (waitingRequests_.empty()) {
     return;
   }

@@ -36,14 +36,14 @@ class Inbox final : public TransportListener, private ReceivingParts {
   void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;
   void onEndpointFailed(EndpointId endpoint, const Error& error) override;
 
-  // Admits messages as the window allows. A round begins with it, never inside a transport callback.
+  // Admits messages as the window allows. Call it at the start of a round, never inside a transport callback.
   void admitWaiting();
   Receiver& receiver() {
     return receiver_;
   }
 
-  // Whether a message that has been received since the round began may have made room for one that waits. Other
-  // operations are to run before the next round.
+  // Whether a message that was received since the round began may have made room for a waiting one. Another round must
+  // then follow.
   bool hasMadeRoom() const {
     return receiver_.hasFinished() && window_->waitingMessages.load() != 0;
   }
@@ -61,7 +61,7 @@ class Inbox final : public TransportListener, private ReceivingParts {
   // sealed with it.
   void acceptJoins(const std::string& joinKey);
 
-  // Receive or drop a value that onPutAnnounced() has held back. Receiving a value that is not there any more rejects
+  // Receive or drop a value that onPutAnnounced() has held back. If the value is no longer there, receivePut() rejects
   // it.
   void receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into);
   void dropPut(Peer& from, uint64_t number);
@@ -69,7 +69,8 @@ class Inbox final : public TransportListener, private ReceivingParts {
   // Drops the parts of an incomplete answer for which no caller waits.
   void dropAnswer(const Peer& from, uint64_t callId);
 
-  // Drops everything that has not been received from a peer that is gone. Its later frames are dropped as they come.
+  // Drops everything that has not been received from a peer that is gone. Inbox drops the peer's later frames as they
+  // come.
   void dropPeer(const Peer& peer);
 
   // The number of frames that were refused: from strangers or other jobs, forged, replayed, or malformed. The first of
@@ -84,15 +85,15 @@ class Inbox final : public TransportListener, private ReceivingParts {
   }
 
  private:
-  // Notes the number of a frame, and the frames that it acknowledges. False if the frame has come before.
+  // Notes the number of a frame, and the frames that it acknowledges. Returns false if the frame has come before.
   bool takeNumber(Connection& from, const wire::Header& header, uint64_t bytes, bool isRendezvous);
-  // Notes a rendezvous. Null if it has been announced before.
+  // Notes a rendezvous. Returns null if the peer has announced it before.
   Announcement* announce(Connection& from, const wire::Header& header, void* rendezvous);
   void onReceived(Connection& from, std::span<const std::byte> body);
 
   enum class FrameFault : uint8_t { kMalformed, kStaleSession, kStranger, kForged, kReplayed };
 
-  // Reads a header. False, and the frame is refused, if it is malformed or meant for another worker.
+  // Reads a header. If it is malformed or meant for another worker, refuses the frame and returns false.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
   // The connection to the worker that has sent the frame. Null for a frame of a stranger, or a forged one. `data` is
   // the body if it travels in the frame.

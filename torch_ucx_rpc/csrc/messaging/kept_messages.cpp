@@ -21,7 +21,7 @@ void KeptMessages::add(std::unique_ptr<OutgoingMessage> message) {
 void KeptMessages::onAcknowledged(uint32_t low) {
   const auto more = static_cast<int32_t>(low - static_cast<uint32_t>(acknowledged_));
   if (more <= 0 || acknowledged_ + static_cast<uint32_t>(more) > nextNumber_) {
-    return; // the frame says nothing new, or nothing true
+    return; // the number is not new, or is impossible
   }
   acknowledged_ += static_cast<uint32_t>(more);
   for (const std::unique_ptr<OutgoingMessage>& message : messages_) {

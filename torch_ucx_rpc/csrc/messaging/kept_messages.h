@@ -11,9 +11,9 @@
 
 namespace torch_ucx_rpc {
 
-// Messages to one peer that have been given to the transport, and that the peer may not have yet. They are kept so that
-// they can be sent again over another endpoint (docs/development/resumption.md). It also numbers the frames to the
-// peer. The worker lock guards it.
+// Keeps the messages to one peer that the transport has taken, and that the peer may not have yet. Outbox can send them
+// again over another endpoint (docs/development/resumption.md). KeptMessages also numbers the frames to the peer. The
+// worker lock guards it.
 class KeptMessages {
  public:
   using Messages = std::deque<std::unique_ptr<OutgoingMessage>>;
@@ -42,7 +42,8 @@ class KeptMessages {
   // Notes that the peer has these frames. Ignores impossible ones.
   void onReceived(const wire::ReplayWindow& received);
 
-  // To be called when an operation of a message has ended late, or a message has failed: takeEnded() then looks at all.
+  // To be called when an operation of a message has ended late, or a message has failed. takeEnded() then looks at all
+  // messages.
   void lookAtAll() {
     mustLookAtAll_ = true;
   }
@@ -50,12 +51,12 @@ class KeptMessages {
   bool hasEnded() const {
     return mustLookAtAll_ || (!messages_.empty() && isEnded(*messages_.front()));
   }
-  // Takes the messages that the transport is done with, and that either the peer has or that have failed. With
-  // `isOver`, takes all that the transport is done with: none will reach the peer any more.
+  // Takes the messages that the transport is done with, if the peer has them or they have failed. With `isOver`, takes
+  // all messages that the transport is done with, since none will reach the peer any more.
   std::vector<std::unique_ptr<OutgoingMessage>> takeEnded(bool isOver);
 
-  // Puts pongs in the place of a failed message's frames that the peer does not have, since the peer waits for every
-  // number. Returns the pongs, which are kept here.
+  // Puts pongs in the place of those frames of a failed message that the peer does not have. The peer waits for every
+  // number. KeptMessages keeps the pongs, and returns them.
   std::vector<OutgoingMessage*> replace(OutgoingMessage& failed);
 
  private:

@@ -18,7 +18,7 @@ std::span<const std::byte> bytesOf(const IncomingMessage::Span& span) {
   return {static_cast<const std::byte*>(span.data.get()), span.bytes};
 }
 
-// The payload if it is a span, else nothing. A body may name a span that does not exist; readBody() refuses it later.
+// The payload if it is a span, else nothing. A body may name a span that does not exist. readBody() refuses it later.
 template <typename Spans>
 std::span<const std::byte> payloadIn(const Spans& spans, std::span<const std::byte> body) {
   const uint32_t index = spans.empty() ? wire::kNowhere : wire::payloadSpanOf(body);

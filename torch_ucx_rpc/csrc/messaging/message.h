@@ -19,12 +19,12 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps memory alive while it is lent to the transport. It is destroyed without the worker lock: releasing a tensor may
-// run any code, Python included.
+// Keeps memory alive while the transport uses it. Destroy a lender without the worker lock: releasing a tensor may run
+// any code, Python included.
 class Lender {
  public:
   virtual ~Lender() = default;
-  // Whether destroying it may take the GIL.
+  // Whether destroying the lender may take the GIL.
   virtual bool mayRunUserCode() const = 0;
 };
 
@@ -36,9 +36,9 @@ struct OutgoingMessage {
   // another copy, and would bypass the receive window.
   static constexpr size_t kEagerBodyBytes = 256 * 1024;
 
-  // Spans travel in pieces of this size. Other messages get in between two pieces, and each piece that arrives is a
-  // sign of life. The announcement of a piece costs next to nothing beside its bytes. Device memory moves faster, and
-  // each transfer of it has to be set up, so its pieces are larger.
+  // Spans travel in pieces of this size. Other messages can travel between two pieces, and each piece that arrives is a
+  // sign of life. The announcement of a piece costs little beside its bytes. Device memory moves faster, and each
+  // transfer of it needs a setup. So its pieces are larger.
   static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
   static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
   // A span has at most this many pieces. The pieces of larger spans are larger, since UCX takes memory at the receiver
@@ -60,8 +60,8 @@ struct OutgoingMessage {
   // Fills in the header of the body. Cuts the spans into pieces, each with a header.
   void address(wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId);
 
-  // Seal an addressed message in a job with a secret; without one they do nothing. sealContent() may take long for a
-  // large payload, and any thread may call it. sealFrames() needs the worker lock, and the numbers of the frames.
+  // Seal an addressed message in a job with a secret. Without a secret they do nothing. sealContent() may take long for
+  // a large payload, and any thread may call it. sealFrames() needs the worker lock, and the numbers of the frames.
   void sealContent();
   void sealFrames(std::optional<wire::FrameSeal>& sealer);
 
@@ -95,14 +95,14 @@ struct OutgoingMessage {
   bool waitsForRoom = false; // a small body goes by rendezvous too, and waits until the receiver has room
   std::vector<Span> spans;
   std::vector<Piece> pieces; // of the spans
-  uint64_t stagedBytes = 0; // bytes of spans in host memory, copied there since the transport cannot share the device's
+  uint64_t stagedBytes = 0; // bytes of spans that were copied to the host, since the transport cannot share them
   std::unique_ptr<Lender> lender; // owns what `spans` point to
-  DeviceWork pendingWork; // the work of devices that computes the tensors; the message is sent after it
+  DeviceWork pendingWork; // the work of devices that computes the tensors; the message leaves after it
 
   Peer* to = nullptr;
 
-  // Guarded by the worker lock while the message is under way: Why it is held: the peer has not admitted this worker, a
-  // device still computes, or it waits for retryStranded().
+  // The worker lock guards the following members while the message is under way. Wait says why Outbox holds the
+  // message: the peer has not admitted this worker, a device still computes, or the message waits for retryStranded().
   enum class Wait : uint8_t { kNothing, kAdmission, kDevice, kRetry } waitsFor = Wait::kNothing;
   size_t unfinished = 0; // active messages that the transport has not completed
   bool hasLeftInPart = false; // one of several active messages has been given to the transport
@@ -132,7 +132,7 @@ struct IncomingMessage {
   uint64_t totalBytes() const;
 
   // Whether the body and the payload that came by rendezvous are what the sender sealed. True in a job without a
-  // secret. The inbox has checked eager bodies on arrival.
+  // secret. Inbox checks eager bodies on arrival.
   bool isContentGenuine() const;
 
   Peer* from = nullptr;
@@ -141,7 +141,7 @@ struct IncomingMessage {
   c10::DataPtr pooledBody; // in place of eagerBody if the body came by rendezvous
   uint64_t pooledBodyBytes = 0;
   std::vector<Span> spans;
-  DeviceWork pendingWork; // the work of devices that copies the spans of a message to oneself; else none
+  DeviceWork pendingWork; // of a message to oneself: the work of devices that copies its spans
   Admission admission; // the message's share of the receive window
 };
 

@@ -10,8 +10,8 @@ namespace {
 // The most rounds of progress to take in everything that has arrived. Each round takes in several messages.
 constexpr int kMaxSteps = 1000;
 
-// An acknowledgement waits this long at most for a frame that can carry it. Until then the peer keeps the messages that
-// it has sent: tensors, and at most 8 MiB of each kind of eager bodies.
+// An acknowledgement waits this long at most for a frame that can carry it. Until then the peer keeps its sent
+// messages: their tensors, and at most 8 MiB of eager bodies of each kind.
 constexpr auto kAcknowledgeWithin = std::chrono::milliseconds(20);
 
 } // namespace
@@ -129,7 +129,7 @@ void Messenger::countStaged(const OutgoingMessage& message) {
 void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
   progress_.submit([this, calls = std::move(calls)] {
     for (const auto& [to, id] : calls) {
-      // A request that has left is canceled at its callee, which drops the parts that it has not received.
+      // If the request has left, its callee must cancel it, and drops the parts that it has not received.
       if (!outbox_.cancel(*to, id)) {
         outbox_.sendControl(*to, wire::Kind::kCancel, id);
       }
@@ -272,7 +272,7 @@ void Messenger::close(int64_t flushLimitMs) {
     outbox_.close();
     inbox_.receiver().close();
     transport_->close(flushLimitMs);
-    retries_.close(); // the agent object may live on
+    retries_.close(); // gives back the reserved files, since the agent object may live on
   });
   sentMessages_.destroyWaiting(); // the timer, which would do it, has stopped
 }

@@ -44,8 +44,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Copies a message to the worker itself into the memory of `arrived`. The messenger does not know how devices copy.
   using CopyForSelf = Error (*)(OutgoingMessage& message, IncomingMessage& arrived);
 
-  // Adds tasks to the timer, so the timer must not have started. The handlers are first used when members have been
-  // added.
+  // Adds tasks to the timer, so the timer must not have started. The messenger uses the handlers only once members have
+  // been added.
   Messenger(
       std::unique_ptr<Transport> transport,
       Identity self,
@@ -68,8 +68,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     outbox_.sendControl(to, kind);
   }
 
-  // Gives up calls whose callers no longer wait. Requests that have not left stay here. The callees of the others get a
-  // cancellation. Parts of their answers that have come are dropped.
+  // Gives up calls whose callers no longer wait. Requests that have not left never leave. The callees of the others get
+  // a cancellation, and the parts of their answers that have come are dropped.
   void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
 
   // Receive or drop a value that PutHandler::onPutAnnounced() has held back.
@@ -80,7 +80,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void onAdmitted(Peer& peer);
   // PeerObserver: ends all messages from and to the peer.
   void onPeerGone(Peer& peer) override;
-  // Adds the failure of a peer, like one that the transport reports. It is handled after everything that has arrived.
+  // Adds the failure of a peer, like one that the transport reports. The handler gets it after everything that has
+  // arrived.
   void addFailureWithWorkerLock(Peer& peer, Error why) {
     events_.addFailure(peer, std::move(why));
   }
@@ -107,7 +108,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Takes in everything that has arrived, including messages that no thread has looked at yet.
   void drainTransportWithWorkerLock();
-  // Asks for a repair of shared memory: a dead process of this machine may have left a gap there that blocks messages
+  // Asks for a repair of shared memory. A dead process of this machine may have left a gap there, which blocks messages
   // to this worker (see Transport::repairState()).
   void requestRepair() {
     repair_.request();
@@ -170,9 +171,9 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // gets a copy.
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
   void countStaged(const OutgoingMessage& message);
-  // Timer task: keeps messages that wait for the receive window from waiting for ever.
+  // Timer task: admits messages whose wait for the receive window would never end.
   Timer::TimePoint checkWindow(Timer::TimePoint now);
-  // Timer task: acknowledges frames that no frame to their sender has acknowledged.
+  // Timer task: acknowledges frames if no frame to their sender has done so.
   Timer::TimePoint acknowledge(Timer::TimePoint now);
 
   // Constant after construction.

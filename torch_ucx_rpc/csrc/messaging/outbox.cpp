@@ -14,7 +14,7 @@ using Messages = Connection::Outgoing::Messages;
 
 namespace {
 
-// Another endpoint does not help against these.
+// True for errors that another endpoint would not mend.
 bool isFinal(const Error& error) {
   switch (error.code()) {
     case ErrorCode::kDeviceFailed:
@@ -31,7 +31,7 @@ bool isQueued(const OutgoingMessage& message) {
   return wire::isMessage(message.header.kind);
 }
 
-// Null if none with this id is there.
+// Takes the request with this id. Returns null if there is none.
 std::unique_ptr<OutgoingMessage> takeRequest(Messages& messages, uint64_t callId) {
   const auto found = std::ranges::find_if(messages, [&](const std::unique_ptr<OutgoingMessage>& message) {
     return message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
@@ -51,14 +51,14 @@ Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
     return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
   Peer& peer = connection.peer();
-  // A goodbye leaves even then: it tells the peer that this worker has given it up.
+  // A goodbye leaves even over a closed connection: it tells the peer that this worker has given it up.
   if (connection.state() == Connection::State::kClosed && message.header.kind != wire::Kind::kGoodbye) {
     return peer.whyGone();
   }
   if (connection.endpoint().has_value() || connection.state() == Connection::State::kResuming) {
     return {};
   }
-  // At the first message, not at the start: a worker of a large job calls few others.
+  // Connects at the first message, not at the start: a worker of a large job calls few others.
   return makeEndpoint(connection);
 }
 
@@ -89,7 +89,7 @@ Error Outbox::moveToNetwork(Connection& connection) {
     connection.paths.emplace_front();
   }
   connection.setEndpoint(endpoint);
-  connections_.makeReady(connection); // messages that wait take the network
+  connections_.makeReady(connection); // waiting messages leave over the network
   return {};
 }
 
@@ -132,7 +132,7 @@ bool Outbox::isReady(const Connection& connection, OutgoingMessage& message) con
 bool Outbox::mustWait(const Connection& connection, OutgoingMessage& message) const {
   using Wait = OutgoingMessage::Wait;
   const wire::Kind kind = message.header.kind;
-  // A goodbye does not wait for admission: this worker wants none any more.
+  // A goodbye does not wait for admission, which this worker no longer wants.
   if (connection.isJoining() && kind != wire::Kind::kJoin && kind != wire::Kind::kGoodbye && !isClosed_) {
     message.waitsFor = Wait::kAdmission;
   } else if (message.waitsFor != Wait::kRetry) {
@@ -156,7 +156,7 @@ void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> me
     const size_t queue = Connection::queueOf(*message);
     auto& waiting = connection.outgoing.waiting[queue];
     room = &connection.path().loads[queue];
-    // Even if there is room, a message does not pass those that wait. One that waits can be canceled.
+    // Even if there is room, a message does not pass those that wait.
     if (!waiting.empty() || connection.state() == Connection::State::kResuming || !room->hasRoomFor(*message, share_)) {
       waiting.emplace(message->header.callId, std::move(message));
       return;
@@ -221,7 +221,7 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
     return false; // the transport has it, or has had it: only the callee can drop it now
   }
   given->error = callGivenUp();
-  // Not destroyed here: its tensors may run user code when they die, which the worker lock forbids.
+  // Not destroyed here: the end of its tensors may run user code, which must not run under the worker lock.
   events_.addSent(std::move(given));
   return true;
 }
@@ -308,7 +308,7 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
   }
   if (!message.hasBodyArrived) {
     // This send may finish the message at once, and destroy it. Do not touch it afterwards. The end of an eager send is
-    // not a sign of life: UCX may have copied the bytes, and the peer not read them.
+    // not a sign of life: UCX may have copied the bytes before the peer reads them.
     const SendMode mode = message.isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
     transport_.send(endpoint, message.header, message.body, mode, [this, &message, endpoint](Error error) {
       finish(message, endpoint, 1, std::move(error));
@@ -335,7 +335,7 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 // gone or the outbox is closed nothing strands, and no frame tells the receiver.
 //
 // A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends
-// when the peer has it too, or when it has failed. Most errors only break its connection.
+// only if, in addition, the peer has it or it has failed. Most errors only break its connection.
 void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error) {
   Connection& connection = *message.to->connection;
   const bool hasFailed = static_cast<bool>(error);
@@ -389,8 +389,8 @@ void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts,
   events_.addSent(std::move(owned));
 }
 
-// The room of parts by rendezvous is free when the transport is done with them. The memory of an eager body that is
-// kept is free once the peer has it.
+// Parts by rendezvous take room until the transport is done with them. A kept eager body takes room until the peer has
+// it.
 void Outbox::freeRoom(Connection& connection, OutgoingMessage& message) {
   Connection::Outgoing& outgoing = connection.outgoing;
   if (std::exchange(message.isUnderWay, false)) {
@@ -444,7 +444,7 @@ void Outbox::resume(Connection& connection) {
     return;
   }
   Peer& peer = connection.peer();
-  // The warning is not given at once: if the peer's process has ended, the peer is lost before this.
+  // Warns only now: if the peer's process has ended, the peer is lost before this.
   if (const std::string why = std::exchange(connection.whyBroken, {}); !why.empty()) {
     warn(
         "the connection to " + peer.describe() + " has failed (" + why +
@@ -460,7 +460,7 @@ void Outbox::resume(Connection& connection) {
   }
   sendAgain(connection);
   acknowledge(connection); // the peer need not send arrived messages again
-  connections_.makeReady(connection); // messages that wait leave
+  connections_.makeReady(connection); // waiting messages leave
 }
 
 void Outbox::sendAgain(Connection& connection) {

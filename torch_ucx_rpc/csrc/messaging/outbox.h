@@ -19,11 +19,11 @@ namespace torch_ucx_rpc {
 // A message may have to wait here:
 // - Until the peer admits this worker. A peer that was asked to do so (kJoin) refuses everything else until then.
 // - Until a device has computed its tensors, because UCX reads memory without regard to streams.
-// - Until another endpoint takes the place of one that has failed (Connection::State::kResuming). Messages that have
-//   left over the first one are kept, and leave again unless the peer has them.
-// - For its turn. Of the parts that travel by rendezvous, only PushShare::parts() are under way to a peer, of
-//   requests, answers and puts each. Messages leave in the order of their calls. Answers do not wait for requests, nor
-//   messages to one peer for those to another. A message that waits costs next to nothing, and can be canceled.
+// - Until another endpoint takes the place of one that has failed (Connection::State::kResuming). Messages that left
+//   over the failed one are kept, and leave again unless the peer has them.
+// - For its turn. At most PushShare::parts() parts are under way to a peer by rendezvous. Requests, answers and puts
+//   have this limit each. Messages leave in the order of their calls. Answers do not wait for requests, and messages to
+//   one peer do not wait for those to another. A waiting message costs little, and can be canceled.
 class Outbox {
  public:
   Outbox(
@@ -39,9 +39,8 @@ class Outbox {
   // Sends the messages to a ready peer that can leave now. Must not be called inside a transport callback.
   void startDeferred(Connection& connection);
 
-  // Whether answers or control frames wait for retryStranded(), because they have failed over an error of this process,
-  // such as a full file table. Their peers are healthy, and may wait for them. A request does not strand: its caller
-  // learns of the failure.
+  // Whether answers or control frames wait for retryStranded(), after an error of this process such as a full file
+  // table. Their peers are healthy, and may wait for them. A request does not strand: its caller learns of the failure.
   bool hasStranded() const {
     return stranded_ != 0;
   }
@@ -49,18 +48,18 @@ class Outbox {
   // A sentence for the log.
   std::string describeStranded() const;
 
-  // Reaches a peer of this machine over the network from now on, because one of the two gets nothing over shared
-  // memory. Messages under way stay where they are, and no longer take the room of later ones: they arrive when the
-  // shared memory works again. On an error nothing has changed.
+  // From now on, reaches a peer of this machine over the network. One of the two workers gets nothing over shared
+  // memory. Messages under way stay there, and arrive when it works again. They no longer take the room of later ones.
+  // On an error nothing has changed.
   Error moveToNetwork(Connection& connection);
 
-  // Resumption. resume() makes another endpoint, and sends the messages over it that the peer does not have. It does
-  // nothing unless the connection is resuming, and changes nothing where no endpoint can be made.
+  // Resumption: makes another endpoint, and sends over it the messages that the peer does not have. Does nothing unless
+  // the connection is resuming. Changes nothing if no endpoint can be made.
   void resume(Connection& connection);
-  // Tells the peer which frames have come. With `mustSendAgain` it is asked for the others.
+  // Tells the peer which frames have come. With `mustSendAgain`, also asks the peer for the others.
   void acknowledge(Connection& connection, bool mustSendAgain = false);
 
-  // Gives up a request that has not left. False if none with this id waits here.
+  // Gives up a request that has not left. Returns false if no request with this id waits here.
   bool cancel(Peer& to, uint64_t callId);
 
   // To be called when the peer has admitted this worker: sends the messages that have waited for that.
@@ -84,9 +83,9 @@ class Outbox {
   bool canLeave(const Connection& connection) const {
     return !isClosed_ && connection.state() != Connection::State::kClosed;
   }
-  // Whether a message has to be held back; notes for what.
+  // Whether a message must wait. Sets its `waitsFor`.
   bool mustWait(const Connection& connection, OutgoingMessage& message) const;
-  // Sends the messages that were held back and need not be any longer.
+  // Sends the held messages that no longer have to wait.
   void sendHeld(Connection& connection);
   void enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> message);
   // Sends or fails the first message of a queue, which must not be empty.

@@ -17,8 +17,8 @@ class PushShare {
   // Parts that were announced and wait to be fetched. Each costs the receiver a UCX descriptor for each of its pieces,
   // which takes 8 KiB of shared memory.
   static constexpr size_t kBudgetParts = 4096;
-  // The most parts for one peer, however few the senders. This many hide the latency of a network even if each part is
-  // as small as a rendezvous gets: 64 times 32 KiB take 80 us at 25 GB/s.
+  // The most parts for one peer, however few the senders. This many hide the latency of a network, even if each part
+  // has the smallest size of a rendezvous. 64 times 32 KiB take 80 us at 25 GB/s.
   static constexpr size_t kMaxParts = 64;
 
   // Sets the number of workers in the group, including this one.

@@ -27,8 +27,8 @@ void Admission::release() {
 
 bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes) {
   const size_t budget = isResponse ? 1 : 0;
-  // Only admissions raise the sums, and all of them have the worker lock. So between load and add the sums can only
-  // fall.
+  // Only admissions raise the sums, and the worker lock is held for all of them. So between load and add the sums can
+  // only fall.
   if (!fits(used_[budget].load(), bytes, limitBytes_) ||
       !fits(deviceUsed_[budget].load(), deviceBytes, kDeviceLimitBytes) ||
       (!isResponse && !fits(queued_.load(), queuedShareOf(bytes), kMaxQueuedBytes))) {
@@ -81,8 +81,8 @@ void ReceiveWindow::releaseQueued(uint64_t bytes) {
 }
 
 void ReceiveWindow::onReleased() {
-  // The room was given back first, and the count is read after that. The inbox stores its count first, and then looks
-  // for room. So one of the two sees the other.
+  // This thread gives room back first, and then reads the count. Inbox stores the count first, and then looks for room.
+  // So at least one of the two sees the other.
   releases_.fetch_add(1);
   if (waitingMessages.load() != 0) {
     onRoom_();

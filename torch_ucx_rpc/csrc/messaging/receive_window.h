@@ -68,17 +68,17 @@ class HandlingScope {
 };
 
 // Bounds the bytes of rendezvous messages that this worker takes in at a time. So memory stays bounded, and buffers
-// stay warm. Queued requests are those that are being received or wait for a thread. They have a lower bound, whatever
-// the limit: more of them gain nothing, and only make memory cold. Bytes that are received into device memory have a
-// separate bound, and do not count as queued: that memory does not get cold.
+// stay warm. Queued requests are those that are being received or wait for a thread. They have a fixed bound of their
+// own: more of them gain nothing, and only make memory cold. Bytes that are received into device memory have a separate
+// bound. They do not count as queued, because that memory does not get cold.
 //
 // The window cannot deadlock:
 // - Requests and responses have a budget each. A handler that waits for a large response gets it, however many requests
 //   wait.
 // - A message larger than the budget is admitted alone.
 // - A request gives its bytes back when its handler returns or makes a call, not when its tensors die.
-// - Handlers may still wait for one another. After kPatience without any movement, the request that has waited longest
-//   is admitted whether it fits or not (Inbox::admitStalled).
+// - Handlers may still wait for one another. After kPatience without any movement, Inbox::admitStalled() admits the
+//   request that has waited longest, whether it fits or not.
 class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
@@ -88,14 +88,14 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // The most bytes of queued requests.
   static constexpr uint64_t kMaxQueuedBytes = 8ull * 1024 * 1024;
-  // A request counts as this many queued bytes at most. Beside a large request, however slowly it arrives, there is
-  // room for small ones.
+  // A request counts as this many queued bytes at most. So a large request leaves room for small ones, however slowly
+  // it arrives.
   static constexpr uint64_t kMaxQueuedShare = kMaxQueuedBytes / 4 * 3;
-  // The most bytes in device memory, for each budget: sixteen pieces. That suffices for one piece for each of 16
-  // handlers, and is little beside a device's memory.
+  // The most bytes in device memory, for each budget: sixteen pieces. That is one piece for each of 16 handlers, and is
+  // little beside a device's memory.
   static constexpr uint64_t kDeviceLimitBytes = 1024ull * 1024 * 1024;
 
-  // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
+  // The releasing thread calls `onRoom` if it gives bytes back while a message waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
       : limitBytes_(limitBytes), onRoom_(std::move(onRoom)) {}
 
@@ -120,7 +120,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
     return deviceUsed_[0].load() + deviceUsed_[1].load();
   }
   // Whether messages wait, and no bytes have been given back for kPatience, or kPatienceWhileReceiving. Each `true`
-  // begins another such time. `willMove` says that bytes will be given back without more memory. For one thread.
+  // begins another such time. `willMove` says that bytes will be given back without more memory. Only one thread may
+  // call hasStalled().
   using TimePoint = std::chrono::steady_clock::time_point;
   bool hasStalled(TimePoint now, bool willMove);
 

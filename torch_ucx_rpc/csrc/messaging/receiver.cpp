@@ -13,7 +13,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Errors of an endpoint. The others are of memory, of devices, or of the data.
+// True for errors of an endpoint. Other errors are those of memory, of devices or of the data.
 bool mayComeAgain(const Error& error) {
   return error.code() == ErrorCode::kPeerFailed || error.code() == ErrorCode::kTimedOut ||
       error.code() == ErrorCode::kCanceled;
@@ -30,7 +30,7 @@ bool Receiver::isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit
   return sum != 0 && more != 0 && sum + more > limit;
 }
 
-// Staged bytes take host memory, which the window counts.
+// Leaves out staged bytes, which take host memory.
 uint64_t Receiver::deviceBytesOf(const wire::Assembled& assembled) const {
   uint64_t sum = 0;
   for (const DeviceAllocation::Span& span : planDevices(assembled.body.data, assembled.spans)) {
@@ -236,8 +236,8 @@ void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10
 
 void Receiver::receiveNextParts(Connection& connection) {
   Connection::Incoming& source = connection.incoming;
-  // Counted apart from what the callbacks count, since receives may complete at once. One call then still begins only
-  // so many, and other operations have the worker lock in between.
+  // Callbacks do not lower these counts, even if receives complete at once. So one call begins only a few receives, and
+  // other operations get the worker lock in between.
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
   // The rest of a failed or abandoned message need not travel.
@@ -271,7 +271,8 @@ void Receiver::receiveNextParts(Connection& connection) {
 }
 
 void Receiver::receivePart(Connection& connection, Entry receiving) {
-  // The callback outlives neither: connections stay, and a message stays in its list until all begun parts are through.
+  // The callback outlives neither: connections stay, and a message stays in its list until all its begun parts are
+  // done.
   const Part part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   part.announcement->isBeingReceived = true;
@@ -403,7 +404,7 @@ void Receiver::forget(Entry receiving) {
 
 void Receiver::dropPeer(Connection& connection) {
   const Error gone(ErrorCode::kPeerFailed, connection.peer().describe() + " is gone");
-  // Before the entries end: these lists have iterators to them.
+  // Clears these lists before the entries end, since the lists have iterators to the entries.
   connection.incoming.starting.clear();
   connection.incoming.waiting.clear();
   connection.incoming.stalled.clear();

@@ -24,7 +24,7 @@
 
 namespace torch_ucx_rpc {
 
-// The parts of a messenger with which Receiver and Inbox receive, as their base class.
+// The parts of a messenger that Receiver and Inbox use. Both derive from it.
 struct ReceivingParts {
   Transport& transport_;
   Connections& connections_;
@@ -32,29 +32,29 @@ struct ReceivingParts {
   const EventHandlers& handlers_;
   const DevicesInUse& devices_;
   EventBuffer& events_;
-  // Called by any thread, without the worker lock, when startDeferred() has memory to go on with.
+  // Any thread calls it, without the worker lock, when memory that startDeferred() waits for is there.
   std::function<void()> onAllocated_;
 };
 
 // Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
-// other on a network, and small messages and signs of life wait behind those that were asked for. The peer's Connection
-// has these pieces. All functions need the worker lock.
+// other on a network. Small messages and signs of life wait behind the pieces that were asked for. The peer's
+// Connection has these pieces. All functions need the worker lock.
 class Receiver : private ReceivingParts {
  public:
   explicit Receiver(const ReceivingParts& parts) : ReceivingParts(parts) {}
 
   using Clock = std::chrono::steady_clock;
 
-  // No further message is started if more bytes than this would then be received at a time. Messages received in
-  // parallel arrive no sooner than one after the other, but into more memory, which is cold. This much hides a
+  // The receiver starts no further message if it would then receive more bytes than this at a time. Messages in
+  // parallel arrive no sooner than one after the other, but they need more memory, which is cold. This much hides a
   // network's latency: 160 us at 25 GB/s.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
-  // The same for memory of devices: two of their largest pieces, so that one is announced while the other is copied.
+  // The same for memory of devices: two of their largest pieces. One is announced while the other is copied.
   static constexpr uint64_t kReceivingDeviceBytes = 2 * OutgoingMessage::kDevicePieceBytes;
   // A message that has not arrived after this time no longer counts: its sender or the network is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 
-  // A peer is asked for this many bytes at a time, or for this many pieces if they are larger.
+  // The receiver asks a peer for this many bytes at a time, or for this many pieces if they are larger.
   static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kInFlightPieces = 2;
 
@@ -127,10 +127,10 @@ class Receiver : private ReceivingParts {
   void planMemory(Receiving& receiving);
   std::vector<DeviceAllocation::Span> planDevices(
       std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
-  // False while the memory is being allocated. Throws if the allocation failed.
+  // Takes the allocated memory. Returns false while the allocation runs. Throws if it failed.
   static bool takeMemory(Receiving& receiving);
-  // Makes the parts of a message due, or gives it up if it has an error. False, without effect, while earlier work uses
-  // its memory.
+  // Makes the parts of a message due, or gives it up if it has an error. Returns false while its memory is not there or
+  // earlier work uses it.
   bool beginIfFree(Entry receiving);
   // Adds a piece to the parts to be received.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
@@ -148,7 +148,7 @@ class Receiver : private ReceivingParts {
   // The same for each message from a peer that has such parts and for which `isOver` is true.
   template <typename IsOver>
   void giveUpWhere(Connection& connection, const Error& why, const IsOver& isOver);
-  // Adds the event of a message, and forgets it, if all its parts are through.
+  // Adds the event of a message, and forgets it, if all its parts are done.
   void finishIfDone(Entry receiving);
   void forget(Entry receiving);
 

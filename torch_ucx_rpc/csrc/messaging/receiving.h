@@ -16,8 +16,8 @@ namespace torch_ucx_rpc {
 
 class Connection;
 
-// A rendezvous that has not been received yet. If it has a number and its endpoint fails, the peer announces it again,
-// over another one and with the same number. It is in Connection::Incoming::announced.
+// A rendezvous that has not been received yet. If it has a number and its endpoint fails, the peer announces it again
+// over another endpoint. The number stays the same. Connection::Incoming::announced has the announcement.
 struct Announcement {
   Connection* from;
   uint64_t key; // in the map
@@ -27,15 +27,15 @@ struct Announcement {
   void* again = nullptr; // a later announcement; used if `rendezvous` fails
   const void* origin = nullptr; // Transport::originOf() the rendezvous that is being received
 };
-// Each large message has one. Some more bytes would be in another size class of malloc, and cost a worker with large
-// answers tens of MiB of fragmented memory.
+// Each large message has one. A few more bytes would put it in another size class of malloc. That would cost a worker
+// with large answers tens of MiB of fragmented memory.
 static_assert(sizeof(Announcement) == 48);
 
-// A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory, and
+// A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory and
 // earlier work on that memory is done. Then its pieces move from `assembled` to `parts`.
 struct Receiving {
   // If devices are in use, a body that comes by rendezvous is received first, since it says where the spans go. The
-  // transport must not get device memory on one side only.
+  // transport must not get device memory on only one side of a transfer.
   enum class Stage : uint8_t {
     kBody, // the body alone is received
     kMemory, // the spans get memory, and the body if it is still to be received
@@ -48,7 +48,7 @@ struct Receiving {
     uint64_t bytes;
     Memory memory;
   };
-  using Entry = std::list<Receiving>::iterator; // stays valid until the last part is through
+  using Entry = std::list<Receiving>::iterator; // stays valid until the last part is done
 
   IncomingMessage message;
   uint64_t bytes = 0;
@@ -62,7 +62,7 @@ struct Receiving {
   DeviceWork pendingWork; // earlier work of devices on its memory
   std::vector<Part> parts;
   size_t begun = 0; // parts whose receive has begun
-  size_t unfinished = 0; // parts that have begun and are not through
+  size_t unfinished = 0; // parts that have begun and are not done
   bool isDropped = false; // its peer is gone
   Error error;
 };

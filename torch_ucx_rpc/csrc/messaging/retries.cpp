@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(20);
 
-// How many rounds this worker waits for a peer to announce something again, before it asks for that.
+// How many rounds this worker waits for a peer to announce or send something again, before it asks for that.
 constexpr unsigned kRoundsToAsk = 25;
 
 // How often the log says that messages cannot be sent.
@@ -64,7 +64,7 @@ bool Retries::resume(Connection& connection) {
   }
   const uint64_t lacking = connection.lacking();
   if (std::exchange(connection.incoming.lacked, lacking) != lacking && connection.incoming.stalled.empty()) {
-    connection.roundsStalled = 0; // frames overtake each other
+    connection.roundsStalled = 0; // another frame is missing now: frames overtake each other
   }
   const bool isStalled = !connection.incoming.stalled.empty() || lacking != 0;
   if (isStalled && ++connection.roundsStalled % kRoundsToAsk == 0) {

@@ -7,8 +7,8 @@
 namespace torch_ucx_rpc {
 
 // Retries work for which no event shows when it can succeed:
-// - It sends messages that have stranded over an error of this process, such as a full file table, and moves
-//   connections to the network. It does so every few milliseconds, with the files of a reserve.
+// - It sends messages that have stranded after an error of this process, such as a full file table. It also moves
+//   connections to the network. It does both every 20 ms, with the files of a reserve.
 // - It resumes connections whose endpoints have failed, and asks peers for frames that they have not sent again.
 //
 // All functions need the worker lock.
@@ -19,7 +19,7 @@ class Retries : private MessengerParts {
   // Tries everything again soon.
   void schedule();
 
-  // Gives the reserve back. Nothing is tried again after it.
+  // Gives the reserve back. Retries tries nothing again afterwards.
   void close() {
     files_.release();
   }
@@ -27,7 +27,7 @@ class Retries : private MessengerParts {
  private:
   // Timer task.
   Timer::TimePoint retry(Timer::TimePoint now);
-  // One round of resumption. True if there is more to do later.
+  // One round of resumption. Returns true if there is more to do later.
   bool resume(Connection& connection);
 
   SharedMemoryRepair& repair_;

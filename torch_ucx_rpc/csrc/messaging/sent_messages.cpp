@@ -41,8 +41,9 @@ size_t SentMessages::take(std::unique_ptr<OutgoingMessage>& message) {
   if (message->lender == nullptr || !message->lender->mayRunUserCode()) {
     return 0;
   }
-  // The task of this thread may be torch's code with torch's locks. The locks are free after the task, which is soon
-  // for an answer. Calls of a handler do not wait for its end, since it may be a training loop.
+  // The task of this thread may be torch's code with torch's locks. The locks are free after the task, and a task that
+  // sends an answer ends soon. Requests of a handler do not wait for the handler's end, since it may be a training
+  // loop.
   if (message->header.kind == wire::Kind::kResponse && Executor::isInTask()) {
     Executor::runAfterTask([message = std::move(message)] {});
     return 0;

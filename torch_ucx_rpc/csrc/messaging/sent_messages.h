@@ -14,12 +14,12 @@
 
 namespace torch_ucx_rpc {
 
-// Destroys messages that the transport is done with. Tensors are never destroyed on the sending thread. torch may hold
-// locks there, and another thread that has the GIL may wait for them. Thread-safe.
+// Destroys messages that the transport is done with. It never destroys tensors on the sending thread. torch may hold
+// locks there, and another thread that has the GIL may wait for these locks. Thread-safe.
 class SentMessages {
  public:
   // A sender's messages wait this long at most, and this many at most, for a thread that runs anyway. That is long
-  // enough for a small call. Steps of distributed autograd wait for objects that the messages hold: with 5 ms, a step
+  // enough for a small call. Steps of distributed autograd wait for objects that the messages hold. With 5 ms, a step
   // took 2.4 ms instead of 0.8 (`python -m benchmarks parameter_server`).
   static constexpr auto kPatience = std::chrono::microseconds(200);
   static constexpr size_t kMaxWaiting = 32;
@@ -39,7 +39,7 @@ class SentMessages {
   void destroyWaiting();
 
  private:
-  // Returns how many messages wait now; 0 if this one need not.
+  // Returns how many messages wait now, or 0 if this message need not wait.
   size_t take(std::unique_ptr<OutgoingMessage>& message);
   void destroyOnAgentThread();
 

@@ -10,7 +10,8 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// How often a repair is tried. Until it succeeds, no worker can send to this one over shared memory.
+// How often the worker tries a repair. Until a repair succeeds, no other worker can send to this one over shared
+// memory.
 constexpr auto kPeriod = std::chrono::milliseconds(20);
 
 } // namespace
@@ -25,7 +26,7 @@ void SharedMemoryRepair::request() {
 
 Timer::TimePoint SharedMemoryRepair::repair(Timer::TimePoint now) {
   if (now < repairedAt_ + kPeriod) {
-    return repairedAt_ + kPeriod; // calls that time out ask for it one by one
+    return repairedAt_ + kPeriod; // calls that time out ask for a check one by one
   }
   repairedAt_ = now;
   if (isRepairing_.load()) {

@@ -7,9 +7,9 @@
 namespace torch_ucx_rpc {
 
 // Keeps the workers of this machine reachable when shared memory fails. A process that dies while it writes a message
-// into this worker's shared memory leaves a gap there, behind which nothing arrives (Transport::repairState()). The gap
-// is closed where that is possible. Where it is not, the worker is deaf: it and its neighbours use the network from
-// then on. Thread-safe, except functions that need the worker lock.
+// into this worker's shared memory leaves a gap there. Nothing behind the gap arrives (Transport::repairState()).
+// SharedMemoryRepair closes the gap if that is possible. Otherwise this worker is deaf: it and its neighbours use the
+// network from then on. Thread-safe, except functions that need the worker lock.
 class SharedMemoryRepair : private MessengerParts {
  public:
   explicit SharedMemoryRepair(const MessengerParts& parts);
