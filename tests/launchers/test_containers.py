@@ -150,7 +150,7 @@ def test_nameless_user_on_read_only_files_works(node: VirtualHost) -> None:
 
 
 @pytest.mark.field
-def test_half_a_processor_is_slow_and_loses_no_worker(node: VirtualHost) -> None:
+def test_no_worker_is_lost_on_half_a_processor(node: VirtualHost) -> None:
     with limits(cpus=0.5) as cgroups:
         lanes = run_in_one(node, Container(cgroups=cgroups), 2, EXCHANGE)
     assert lanes["worker0"] == {"worker1": IN_SHARED_MEMORY}
@@ -196,16 +196,16 @@ def test_tensor_between_containers_may_exceed_dev_shm(node: VirtualHost) -> None
 
 
 @pytest.mark.field
-def test_containers_with_names_that_do_not_resolve(node: VirtualHost) -> None:
+def test_containers_need_no_names_that_resolve(node: VirtualHost) -> None:
     containers = [(node, Container(hostname=name)) for name in ("3f2a9c0b11d7", "train-1")]
     with worker_in_each(containers, EXCHANGE) as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))
 
 
 @pytest.mark.field
-# Two workers with hostNetwork run on the first node, and two on the other nodes, with the networks of these.
+# Two workers share the network of the first node (hostNetwork). Each of the two others has the network of another node.
 @pytest.mark.parametrize("ipc", ["private", "host"])
-def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ipc: str) -> None:
+def test_pods_with_and_without_hostnetwork_reach_each_other(hosts: VirtualHosts, ipc: str) -> None:
     places = [hosts[0], hosts[0], hosts[1], hosts[2]]
     with worker_in_each([(place, Container(ipc=ipc)) for place in places], EXCHANGE) as programs:
         lanes = lanes_of(ends_of(programs))
@@ -215,7 +215,7 @@ def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ip
 
 @pytest.mark.field
 # UCX's shared memory is open to one user only, and UCX does not fall back.
-def test_containers_of_several_users_with_one_pid_namespace(node: VirtualHost) -> None:
+def test_containers_of_several_users_reach_each_other_by_tcp(node: VirtualHost) -> None:
     containers = [(node, Container(ipc="host", pid="host", user=user)) for user in (NOBODY, NOBODY + 1)]
     with worker_in_each(containers, EXCHANGE) as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))

@@ -34,7 +34,7 @@ FATES = {
 
 @pytest.mark.parametrize("launcher", ["run", pytest.param("torchrun", marks=pytest.mark.field)])
 @pytest.mark.parametrize("fate", FATES)
-def test_fate_of_a_worker_and_the_shutdown_of_the_others(fate: str, launcher: str, tmp_path: Path) -> None:
+def test_shutdown_of_the_others_ends_as_the_page_says(fate: str, launcher: str, tmp_path: Path) -> None:
     expected, exit_codes = FATES[fate]
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), fate, str(tmp_path)]
     with (tmp_path / "output").open("w") as output:

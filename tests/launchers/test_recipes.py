@@ -85,13 +85,13 @@ def mpi(place: Path, implementation: str, hosts: VirtualHosts) -> dict[str, str]
 @pytest.mark.parametrize(
     ("number", "names"), [(0, FOUR), (1, ["ps0", "trainer0", "trainer1"])], ids=["workers", "roles"]
 )
-def test_one_machine(place: Path, number: int, names: list[str]) -> None:
+def test_recipe_for_one_machine_runs(place: Path, number: int, names: list[str]) -> None:
     done = follow(recipes("One machine")[number], place)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, names)
 
 
-def test_several_machines(place: Path, hosts: VirtualHosts) -> None:
+def test_recipe_for_several_machines_runs(place: Path, hosts: VirtualHosts) -> None:
     first, second = recipes("Several machines")
     background = hosts[1].popen(
         ["bash", "-ec", second], cwd=place, env={**ENVIRON, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}, stdout=-1
@@ -102,14 +102,14 @@ def test_several_machines(place: Path, hosts: VirtualHosts) -> None:
     assert_all_called(done.stdout + output, FOUR, on=["n1", "n1", "n2", "n2"])
 
 
-def test_torchrun(place: Path) -> None:
+def test_recipe_for_torchrun_runs(place: Path) -> None:
     [recipe] = recipes("torchrun")
     done = follow(recipe, place)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, FOUR)
 
 
-def test_slurm(place: Path, slurm: SlurmCluster) -> None:
+def test_recipe_for_slurm_runs(place: Path, slurm: SlurmCluster) -> None:
     srun, batch, by_node = recipes("Slurm")
     configuration = {"SLURM_CONF": slurm.environment["SLURM_CONF"]}
     done = follow(srun, place, configuration, run=slurm.head.run)
@@ -132,7 +132,7 @@ def test_slurm(place: Path, slurm: SlurmCluster) -> None:
     [0, pytest.param(1, marks=pytest.mark.field), 2, pytest.param(3, marks=pytest.mark.field)],
     ids=["one host", "variable", "mpi4py", "file"],
 )
-def test_open_mpi(place: Path, hosts: VirtualHosts, number: int) -> None:
+def test_recipe_for_open_mpi_runs(place: Path, hosts: VirtualHosts, number: int) -> None:
     done = follow(recipes("Open MPI")[number], place, mpi(place, "openmpi", hosts), run=hosts.head.run)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, THREE, on=None if number == 0 else ON_THREE)
@@ -141,13 +141,13 @@ def test_open_mpi(place: Path, hosts: VirtualHosts, number: int) -> None:
 @pytest.mark.parametrize(
     "number", [0, pytest.param(1, marks=pytest.mark.field), 2], ids=["one host", "variables", "mpi4py"]
 )
-def test_mpich(place: Path, hosts: VirtualHosts, number: int) -> None:
+def test_recipe_for_mpich_runs(place: Path, hosts: VirtualHosts, number: int) -> None:
     done = follow(recipes("MPICH")[number], place, mpi(place, "mpich", hosts), run=hosts.head.run)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, THREE, on=None if number == 0 else ON_THREE)
 
 
-def test_by_hand(place: Path) -> None:
+def test_recipe_by_hand_runs(place: Path) -> None:
     [recipe] = recipes("By hand")
     with reserved_port() as port:
         done = follow(f"{recipe.replace('29512', str(port))}\nwait", place)
@@ -155,7 +155,7 @@ def test_by_hand(place: Path) -> None:
     assert_all_called(done.stdout, THREE[:2])
 
 
-def test_kubernetes(place: Path) -> None:
+def test_recipe_for_kubernetes_runs(place: Path) -> None:
     [manifest] = recipes("Kubernetes", "yaml")
     service, job = yaml.safe_load_all(manifest)
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}

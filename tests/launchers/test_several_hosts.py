@@ -37,7 +37,7 @@ def torch_ucx_rpc_run(number: int, *program: str) -> list[str]:
     return [PYTHON, "-m", "torch_ucx_rpc", "run", "-n", "2", *meeting, *program]
 
 
-def test_torchrun_on_two_hosts_with_a_role(hosts: VirtualHosts) -> None:
+def test_workers_of_torchrun_meet_across_two_hosts(hosts: VirtualHosts) -> None:
     meeting = ["--rdzv-backend", "static", "--rdzv-endpoint", "n1:29400"]
 
     def command(number: int) -> list[str]:
@@ -62,7 +62,7 @@ def test_torchrun_on_two_hosts_with_a_role(hosts: VirtualHosts) -> None:
 
 
 @pytest.mark.field
-def test_torchrun_starts_a_job_again_whose_worker_has_failed() -> None:
+def test_torchrun_restarts_a_job_whose_worker_failed() -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", FAIL_ONCE]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     job = subprocess.run(command, env=ENVIRON, timeout=100, check=False, **pipes)
@@ -94,7 +94,7 @@ def test_failure_on_one_host_ends_the_job_and_both_show_it(hosts: VirtualHosts) 
 
 
 @pytest.mark.field
-def test_a_failure_on_one_host_starts_the_job_again_on_both(hosts: VirtualHosts) -> None:
+def test_a_failure_on_one_host_restarts_the_job_on_both(hosts: VirtualHosts) -> None:
     program = [
         "-c",
         "import os, sys, time; attempt = os.environ['TORCHELASTIC_RESTART_COUNT']; "

@@ -19,14 +19,14 @@ def srun(slurm: SlurmCluster, *arguments: str) -> subprocess.CompletedProcess[st
     return slurm.run(["srun", *arguments], env=PYTHON_PATH, timeout=120)
 
 
-def test_srun_over_nodes_that_do_not_follow_each_other(slurm: SlurmCluster) -> None:
+def test_workers_meet_on_nodes_with_gaps_in_their_numbers(slurm: SlurmCluster) -> None:
     done = srun(slurm, "-w", "n[1,3-4]", "-n", "3", PYTHON, MEET)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, ["worker0", "worker1", "worker2"], on=["n1", "n3", "n4"])
 
 
 @pytest.mark.field
-def test_batch_script_with_two_steps_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_two_steps_at_once_on_the_same_nodes_do_not_meet(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     # The nodes have different numbers of tasks, and the script itself is not a task.
     script.write_text(
@@ -49,7 +49,7 @@ touch {tmp_path}/over
 
 
 @pytest.mark.field
-def test_heterogeneous_step_with_rank_0_off_its_first_node(slurm: SlurmCluster) -> None:
+def test_heterogeneous_step_may_have_rank_0_on_a_later_node(slurm: SlurmCluster) -> None:
     done = srun(slurm, "-w", "n4", "-n", "1", PYTHON, MEET, ":", "-w", "n[1-2]", "-n", "2", PYTHON, MEET)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, ["worker0", "worker1", "worker2"], on=["n4", "n1", "n2"])

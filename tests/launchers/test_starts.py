@@ -206,7 +206,7 @@ def children(pid):
 
 if attempt == "0":
     [starter] = children(os.getppid()) - {os.getpid()}
-    # It is there ahead of the restart.
+    # The helper exists before the restart.
     while not (helpers := children(starter)):
         pass
     [helper] = helpers

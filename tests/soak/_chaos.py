@@ -37,8 +37,8 @@ class Misfortunes:
 
     Attributes:
         expected: the kinds, each of which must happen.
-        timeline: all misfortunes. ``at`` is the time of the monotonic clock at which one began. If it may part living
-            workers, ``parted`` is the time from which on it may.
+        timeline: all misfortunes. ``at`` is the time of the monotonic clock at which one began. If it may make living
+        workers lose each other, ``parted`` is the time from which on it may.
     """
 
     expected: tuple[str, ...] = ()
@@ -122,7 +122,8 @@ class Chaos(Misfortunes):
             self._start(rank)
 
     def _no_files(self) -> None:
-        """Forbid a worker to open files, until it needs one to connect to a worker that has just joined."""
+        """Forbid a worker to open files for a while, in which it needs one to connect to a worker that has just
+        joined."""
         stranger = self._any_mortal()
         self._end(stranger)
         self._start(stranger)
@@ -135,7 +136,7 @@ class Chaos(Misfortunes):
         event["until"] = time.monotonic()
 
     def _reset(self) -> None:
-        """Reset a host's connections to the others, as a firewall does that has forgotten them."""
+        """Reset a host's connections to the others, like a firewall that has forgotten them."""
         self._meet()
         self._crew.watch(_TALKING_S)
         host = self._choice.choice(self._crew.hosts)
@@ -169,19 +170,19 @@ class Chaos(Misfortunes):
         finally:
             end()
             event["until"] = time.monotonic()
-        # The real length counts, not the planned one: this process may have been held up.
+        # The real length counts, not the planned one: this process may have been delayed.
         if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
             event["what"] = long
             # A cut of half the limit loses no worker. In a longer one, silence before the cut counts too.
             event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:
-            # TCP doubles the pauses between its resends, so it may notice the end of the cut as late again as the cut
-            # was long. A further cut before that would prolong the first.
+            # TCP doubles the pauses between its resends, so after the cut it may take as long as the cut lasted to
+            # notice the end. A further cut before that would prolong the first.
             self._crew.watch(event["until"] - event["at"])
 
     def _reunite(self, host: str) -> None:
-        """Make the workers of the host that all others have lost join again, as new members."""
+        """Make the workers of this host join again, as new members: all others have lost them."""
         # Queued messages of either side arrive now, and are dropped.
         self._crew.watch(self._choice.uniform(0.1, 1))
         for rank in sorted(self._crew.current):

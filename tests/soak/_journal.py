@@ -1,8 +1,8 @@
 """The journal of a worker, in files that outlive it however it ends.
 
-Each process has two files, named by its rank and generation. ``3.2.calls`` is of the third process that had rank 3: an
-array of `ENTRY`. ``3.2.events`` has the failed calls and the memberships, one JSON object a line. Times come from the
-monotonic clock, which all processes of a machine share.
+Each process has two files, named by its rank and generation. ``3.2.calls``, an array of `ENTRY`, belongs to the third
+process that had rank 3. ``3.2.events`` has the failed calls and the memberships, one JSON object a line. Times come
+from the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS = (
     "push",
 )
 
-# Kinds whose executions are not noted: only the callee of a Python function notes them. A service may be called again
+# Kinds whose executions no journal has: only callees of Python functions note executions. A service may be called again
 # when a replica is lost. A server counts pushes itself.
 UNCOUNTED = ("builtin", "script", "service", "name", "push")
 

@@ -31,8 +31,8 @@ _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
 # TorchScript's failure in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
 _TWO_PARSED = "AST constructor recursion depth mismatch"
 _MAY_NOT_PARSE_TWICE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-# The time to forget a killed worker's names if its kernel reports the end. After silence, forgetting takes this many
-# times the limit.
+# The time to forget a killed worker's names if its kernel reports the end. If the worker only falls silent, forgetting
+# takes this many times the limit.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
 # A run needs this many answers of each kind of call. On two busy cores the rarest kind gets about a hundred.
 _ANSWERS_A_MINUTE = 10

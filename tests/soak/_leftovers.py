@@ -13,7 +13,7 @@ from ._journal import KINDS, Step
 from ._judgement import Finding
 
 _RREFS = "values of RRefs"
-# The objects that workers make for an optimizer and pass to it, and the executions of its call.
+# The numbers of RRefs that a call of the kind "autograd" passes to its optimizer, and of the call's executions.
 _RREFS_OF_AN_OPTIMIZER, _EXECUTIONS_WITH_AN_OPTIMIZER = 2, 6
 
 # A file of UCX's transport "posix" (uct_posix_mem_alloc()).

@@ -46,8 +46,8 @@ class Memory:
     """Memory of a worker that lived from the beginning to the end, in MiB.
 
     Resident memory rises and falls with the tensors in flight. A leak shows in the lowest values. So the slope is
-    fitted to the minima of equal parts of the time, and the noise is its standard error. It is flat if its growth is
-    tolerated, or if the slope is at most its noise: a smaller leak does not show.
+    fitted to the minima of equal parts of the time, and the noise is its standard error. The memory is flat if its
+    growth is tolerated, or if the slope is at most its noise: a smaller leak does not show.
     """
 
     name: str

@@ -425,7 +425,7 @@ class Caller:
         with self._begin("timeout", [to], size=sent.nbytes) as call:
             arguments = (call.number, _LONGER_THAN_TIMEOUT_S, sent.make())
             try:
-                # An answer is correct too: caller and callee may have been held up.
+                # An answer is correct too: caller and callee may have been delayed.
                 number, tensor = rpc.rpc_sync(to, sleep, args=arguments, timeout=_TIMEOUT_S)
                 check(number == call.number, f"the answer of call {number}")
                 check(not (difference := sent.differs_from(tensor)), f"{sent} came back as {difference}")
@@ -470,7 +470,7 @@ class Caller:
             call.answered()
 
     def service(self) -> None:
-        """All workers are replicas of this service: a call that is lost with one is repeated with another."""
+        """All workers are replicas of this service: if a replica dies in a call, another one gets the call."""
         tensor = self._integers()
         with self._begin("service", [], size=2 * tensor.nbytes) as call:
             answer = services.call_async("negative", tensor) if self._choice.random() < 0.5 else None
@@ -498,7 +498,7 @@ class Caller:
             call.answered()
 
     def push(self) -> None:
-        """Push to a server of this worker, whose hosts are two others."""
+        """Push to this worker's server, whose hosts are two other workers."""
         names = self._others(2)
         if not names:
             return

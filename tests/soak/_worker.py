@@ -43,7 +43,7 @@ _SETTLING_S = 2 * HEARTBEAT_LIMIT_S + 10
 _JOINING_S = 60.0
 # Longer than the wait of the crew's leader, so that the leader finds the worker hanging.
 _PATIENCE_S = 600.0
-# The time for ending threads to be gone.
+# The time in which ending threads must be gone.
 _ENDING_S = 5.0
 
 # Files that a next group keeps: the connection to the Store, UCX's and torch's descriptors for waiting, and a
@@ -75,7 +75,7 @@ class Life:
 
 
 def hangs(who: str) -> str:
-    """The step of a worker whose calls do not end. It goes on after the step `seen: ...`."""
+    """Return the step of a worker whose calls do not end. The worker goes on after the step `seen: ...`."""
     return f"{who} hangs"
 
 

@@ -51,9 +51,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         # Launched and observed
         "starts a job": ("tests/launchers", "tests/e2e/test_run.py"),
         "`torch_ucx_rpc.init_rpc()` needs no arguments": (
-            "test_torchrun_on_two_hosts_with_a_role",
-            "test_slurm",
-            "test_open_mpi",
+            "test_workers_of_torchrun_meet_across_two_hosts",
+            "test_recipe_for_slurm_runs",
+            "test_recipe_for_open_mpi_runs",
         ),
         "show the installation, slow pairs": ("tests/unit/test_check.py", "tests/e2e/test_info.py"),
         "`torch_ucx_rpc.statistics()` and Prometheus": ("test_prometheus_reads_the_statistics",),

@@ -60,12 +60,12 @@ SBATCH_SCRIPT = {
 }
 
 
-def test_plain_variables() -> None:
+def test_plain_variables_describe_a_launch() -> None:
     launch = find_launch({"RANK": "1", "WORLD_SIZE": "2"})
     assert launch == Launch("RANK and WORLD_SIZE", 1, 2, "worker1")
 
 
-def test_torchrun() -> None:
+def test_variables_of_torchrun() -> None:
     assert find_launch(TORCHRUN) == Launch("torchrun", 3, 4, "worker3")
 
 
@@ -79,7 +79,7 @@ def test_open_mpi_gives_the_host_only_of_a_job_on_one_host() -> None:
     assert find_launch({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}).hosts == ("127.0.0.1",)
 
 
-def test_mpich() -> None:
+def test_variables_of_mpich() -> None:
     assert find_launch(MPICH) == Launch("MPICH", 2, 4, "worker2", ("127.0.0.1",), speaks_mpi=True)
     assert find_launch({**MPICH, "MPI_LOCALNRANKS": "2"}).hosts == ()
 

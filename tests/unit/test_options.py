@@ -37,7 +37,7 @@ CHANGED = {
 }
 
 
-def test_defaults() -> None:
+def test_every_option_has_its_default() -> None:
     options = UcxRpcBackendOptions()
     assert options.num_worker_threads == rpc.constants.DEFAULT_NUM_WORKER_THREADS
     assert options.rpc_timeout == rpc.constants.DEFAULT_RPC_TIMEOUT_SEC

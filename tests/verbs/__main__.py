@@ -15,7 +15,7 @@ from ._machines import MachineEnded, Machines
 from ._trials import TRIALS, Trial
 from ._workers import Failed, Stuck
 
-# Print so many lines of a failed trial's output. The folder ``output`` has all lines.
+# The number of printed lines of a failed trial's output. The folder ``output`` has all lines.
 _LAST_LINES = 12
 
 

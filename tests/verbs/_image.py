@@ -45,8 +45,8 @@ class CannotBuild(Exception):
 class Image:
     """A disk with Debian, torch and this checkout, changes included. `folder` has the disk and its kernel.
 
-    It keeps Debian's and PyPI's packages and the compiler's results, so the next time only changes are built. `folder`
-    takes some 6 GB.
+    The folder keeps Debian's and PyPI's packages and the compiler's results, so the next time only changes are built.
+    It takes some 6 GB.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:

@@ -79,7 +79,7 @@ class Machine:
         self._monitor = run / f"{self.name}.monitor"
         self._is_switched_off = False
         own, other = (run / f"n{n}.cable" for n in (number, 3 - number))
-        # Frames are large, and the cable is a Unix socket, which loses none: after a loss Soft-RoCE waits a second.
+        # The cable is a Unix socket, which takes large frames and loses none: after a loss Soft-RoCE waits a second.
         cable = f"dgram,id=cable,local.type=unix,local.path={own},remote.type=unix,remote.path={other}"
         kernel = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr nowatchdog tsc=reliable"
         # fmt: off

@@ -11,7 +11,7 @@ from ._workers import Stuck, Workers, expect, expect_within, faults
 
 # The limit for calls to a killed worker: docs/failure_model.md promises 2 s, and these machines are slow.
 _TOLD_S = 2.0
-# heartbeat_limit has its default. Silence ends a worker after 1.05 times the limit and 0.3 s.
+# heartbeat_limit has its default. A silent worker counts as lost after 1.05 times the limit plus 0.3 s.
 _LIMIT_S = 10.0
 _SILENCE_S = (_LIMIT_S, 1.05 * _LIMIT_S + 0.3 + 2)
 # The limit of a shutdown that knows of the lost worker. Without that knowledge it took 30 s.
@@ -128,7 +128,7 @@ def paused_below_the_limit(machines: Machines) -> str:
 
 @_trial
 def cut_below_the_limit(machines: Machines) -> str:
-    """4 s in which no packet arrives lose no call."""
+    """A cut of 4 s loses no call."""
     return _unharmed(machines, lambda _: _cut(machines, _BELOW_S))
 
 
@@ -137,7 +137,7 @@ def cut_below_the_limit(machines: Machines) -> str:
 
 @_trial
 def killed(machines: Machines) -> str:
-    """SIGKILL of a worker on the other machine fails calls to it within 2 s."""
+    """After SIGKILL of a worker, calls to it from the other machine fail within 2 s."""
     workers = _watch(machines)
     machines.second.run(f"kill -9 {workers.second_process()}")
     return _lost(workers, (0.0, _TOLD_S), second=(KILLED,))
@@ -145,7 +145,7 @@ def killed(machines: Machines) -> str:
 
 @_trial
 def link_down(machines: Machines) -> str:
-    """A link that is down for 4 s: the other machine's worker loses this one within the limit, and leaves."""
+    """A link that is down for 4 s: the other machine's worker loses its peer within the limit, and leaves."""
     workers = _watch(machines)
     machines.second.run(f"ip link set eth0 down; sleep {_BELOW_S}; ip link set eth0 up")
     # If Soft-RoCE returns a process's datagrams, UCX itself ends the process.
@@ -163,7 +163,7 @@ def paused_beyond_the_limit(machines: Machines) -> str:
 
 @_trial
 def cut_beyond_the_limit(machines: Machines) -> str:
-    """16 s in which no packet arrives: the workers lose each other after the limit, and both leave."""
+    """In a cut of 16 s the workers lose each other after the limit, and both leave."""
     workers = _watch(machines)
     _cut(machines, _BEYOND_S)
     return _lost(workers, _SILENCE_S)

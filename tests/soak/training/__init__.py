@@ -44,7 +44,7 @@ from torch_ucx_rpc import UcxRpcBackendOptions, reduction
 from torch_ucx_rpc._workers.life import life as present_life
 from torch_ucx_rpc.reduction._office import office
 
-# Calls have a longer limit than a stall, so that a hanging call shows before it fails.
+# Calls have a longer limit than stalls, so a hanging call is found as a stall before it fails.
 _STALL_S = 15.0
 _TIMEOUT_S = 40.0
 _STARTING_S = 60.0
@@ -211,9 +211,9 @@ class Job:
         self._lives = collections.Counter[str]()
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
-        # Processes that are stopped or cut off: the time of the end, and its action.
+        # For each process that is stopped or cut off: when that ends, and the action that ends it.
         self._silent: dict[str, tuple[float, Callable[[], None]]] = {}
-        # For so many seconds no process has been silent.
+        # The number of seconds for which no process has been silent.
         self._calm_s = 0.0
         # The time of each trainer's last step, and the calm seconds before it.
         self._progress: dict[str, tuple[float, float]] = {}
