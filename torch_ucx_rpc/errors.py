@@ -15,8 +15,8 @@ Example::
     ... except torch_ucx_rpc.errors.CallTimedOut:
     ...     retry()
 
-An exception that passes through a further worker keeps its type and its sentence; its attributes are None then, since
-torch sends the type and the text of an exception.
+An exception that passes through a further worker keeps its type and its sentence. Its attributes are None then, since
+torch sends only the type and the text of an exception.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WorkerLost(RpcError):
 
 
 class WorkerLeft(RpcError):
-    """The called worker has said goodbye: it has shut down RPC, has left the group, or is about to leave it."""
+    """The called worker has announced its end: it has shut down RPC, has left the group, or is about to leave it."""
 
 
 class ShutDown(RpcError):
@@ -104,7 +104,7 @@ class MessageNotSent(RpcError):
 
 
 class OutOfResources(RpcError):
-    """A worker ran out of something that the call needs; it goes on with other calls.
+    """A worker ran out of a resource that the call needs; it goes on with other calls.
 
     Attributes:
         resource (str | None): ``"memory"``, ``"files"`` (open files) or ``"threads"``.

@@ -47,7 +47,8 @@ class RpcSlots:
         self._epochs: dict[str, int] = {}
         # Earliest epochs, by the beginnings of groups' names.
         self._floors: dict[str, int] = {}
-        # Last epochs of closed groups. A value of these is refused, since its sender's call would never end.
+        # Last epochs of closed groups. This worker refuses values of these epochs, since their senders' calls would
+        # never end.
         self._closed: dict[str, int] = {}
         self._values: dict[str, dict[Key, deque[_Value]]] = {}
         self._lent: dict[str, int] = {}

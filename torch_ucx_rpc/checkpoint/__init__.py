@@ -5,7 +5,7 @@
     >>> future = checkpoint.save({"model": pipe}, "ckpt/200", asynchronous=True)   # all copied; written later
     >>> checkpoint.load({"model": other_pipe}, "ckpt/100")                         # other stages, other workers
 
-Every worker writes and reads its own part; planners, files and metadata are DCP's; plans and results travel as results
+Every worker writes and reads its own part. Planners, files and metadata are DCP's. Plans and outcomes travel as results
 of calls. Names are those of the undivided model, so ``dcp.load(..., no_dist=True)`` and ``dcp_to_torch_save`` read the
 files in one process. `remote_modules` has the methods of nn.Module that torch's ``RemoteModule`` refuses.
 

@@ -34,7 +34,7 @@ from torch_ucx_rpc.checkpoint.saving import await_saves_into
 
 __all__ = ["load"]
 
-# Elements of a tensor for which a separate read of its file pays.
+# `load` reads tensors with at least this many elements one at a time.
 _LARGE = 1 << 18
 
 # Loads between their two rounds.
@@ -51,18 +51,19 @@ def load(
 ) -> None:
     """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
 
-    Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Waits
-    for an unfinished save into the folder.
+    `load` compares names, shapes and numbers of parameter groups on all workers before it changes any. It waits for an
+    unfinished save into the folder.
 
     Args:
-        state: as in `save`.
-        path: the folder.
-        storage_reader: DCP's, such as ``FsspecReader("s3://...")``, in place of files in a folder. Each worker gets a
-            pickled copy. ``path``, if given, resets it.
-        planner: DCP's; by default a ``DefaultLoadPlanner``. Each worker gets a pickled copy.
-        timeout: as in `save`: seconds for planning, and again for reading.
+        state (Mapping): as in `save`.
+        path (str or Path): the folder (default: None, only with ``storage_reader``).
+        storage_reader (StorageReader): DCP's, such as ``FsspecReader("s3://...")`` (default: None, files in a folder).
+            Each worker gets a pickled copy. ``path``, if given, resets it.
+        planner (LoadPlanner): DCP's (default: a ``DefaultLoadPlanner``). Each worker gets a pickled copy.
+        timeout (float): seconds for planning, and again for reading, as in `save` (default: None, no limit).
 
-    Raises CheckpointError, which names the worker and any missing entries; FileNotFoundError without a checkpoint.
+    Raises CheckpointError, which names the worker and any missing entries. Raises FileNotFoundError without a
+    checkpoint.
     """
     check_type("state", Mapping, "a dict", state)
     check_wishes(path, storage_reader=(storage_reader, StorageReader), planner=(planner, LoadPlanner), timeout=timeout)

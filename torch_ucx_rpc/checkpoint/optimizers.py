@@ -31,7 +31,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 
 
 def of_torch(value: Any) -> Any:
-    """Return the optimizer in what a DistributedOptimizer has on a worker; other values as they are."""
+    """Return the optimizer in a DistributedOptimizer's part on a worker. Return other values as they are."""
     if not hasattr(value, "_local_params"):
         return value
     return value.optim if isinstance(value.optim, torch.optim.Optimizer) else Scripted(value)

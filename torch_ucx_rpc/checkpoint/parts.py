@@ -35,11 +35,11 @@ class CheckpointError(RuntimeError):
 class Part(NamedTuple):
     """One worker's part of an object.
 
-    ``collect(*args)`` is its state there, a dict that may be nested, with the living tensors. ``template(*args,
-    saved)`` is a dict of tensors to read into; non-tensor entries may hold any placeholder. ``saved`` maps the paths
-    that the checkpoint has below the object to DCP's metadata. ``template`` raises ValueError if the object cannot take
-    these. ``apply(*args, state)`` gets the template after the read. The functions and arguments are pickled, unless
-    ``worker`` is None: then they run where `save` and `load` are called.
+    ``collect(*args)`` returns the object's state there, a dict that may be nested, with the living tensors.
+    ``template(*args, saved)`` is a dict of tensors to read into; non-tensor entries may hold any placeholder. ``saved``
+    maps the paths that the checkpoint has below the object to DCP's metadata. ``template`` raises ValueError if the
+    object cannot take that state. ``apply(*args, state)`` gets the template after the read. The functions and arguments
+    are pickled, unless ``worker`` is None: then they run where `save` and `load` are called.
     """
 
     worker: str | None

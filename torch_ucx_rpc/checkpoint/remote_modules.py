@@ -4,8 +4,8 @@
     >>> remote_modules.train(module, False)
     >>> values = remote_modules.state_dict(module)
 
-Each function is one call to the module's owner. `state_dict` brings the values here. If a module does not fit here,
-give the RemoteModule itself to `save`.
+Each function is one call to the module's owner. `state_dict` brings the values into this process. If a module does not
+fit into its memory, give the RemoteModule itself to `save`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def requires_grad_(module: Any, requires_grad: bool = True) -> Any:
 
 
 def zero_grad(module: Any, set_to_none: bool = True) -> None:
-    """Do ``nn.Module.zero_grad`` on the remote module. Gradients of distributed autograd live in their contexts
+    """Do ``nn.Module.zero_grad`` on the remote module. Distributed autograd keeps its gradients in its contexts
     instead."""
     rpc.rpc_sync(module.on, _call, (module.module_rref, "zero_grad", (), {"set_to_none": set_to_none}))

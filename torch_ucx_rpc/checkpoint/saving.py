@@ -77,18 +77,22 @@ def save(
     """Write ``state`` into the folder ``path``.
 
     Args:
-        state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules,
-            modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be pickled.
-        path: the same folder for all workers; a relative path counts from this process's directory. Files of an earlier
-            checkpoint there are removed once the new one is whole.
-        asynchronous: return as soon as each worker has copied its part, and write in the background. Saves into one
-            folder are written one after the other, those of one process in the order of their calls.
-        storage_writer: DCP's, such as ``FsspecWriter("s3://...")``, in place of files in a folder. Each worker gets a
-            pickled copy. Its own rules decide what a save does to an earlier checkpoint; saves do not take turns.
+        state (Mapping): a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to
+            modules, modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be
+            pickled.
+        path (str or Path): the same folder for all workers (default: None, only with ``storage_writer``). A relative
+            path counts from this process's directory. `save` removes the files of an earlier checkpoint there once the
+            new one is whole.
+        asynchronous (bool): return as soon as each worker has copied its part, and write in the background (default:
+            False). Saves into one folder are written one after the other, those of one process in the order of their
+            calls.
+        storage_writer (StorageWriter): DCP's, such as ``FsspecWriter("s3://...")`` (default: None, files in a folder).
+            Each worker gets a pickled copy. Its own rules decide what a save does to an earlier checkpoint; saves do
+            not take turns.
             ``path``, if given, resets it.
-        planner: DCP's; by default a ``DefaultSavePlanner``. Each worker gets a pickled copy.
-        timeout: seconds that a worker may take to plan its part, and again to write it. None: no limit. A worker that
-            answers no question for ``rpc_timeout`` has failed in any case.
+        planner (SavePlanner): DCP's (default: a ``DefaultSavePlanner``). Each worker gets a pickled copy.
+        timeout (float): seconds that a worker may take to plan its part, and again to write it (default: None, no
+            limit). A worker that answers no question for ``rpc_timeout`` has failed in any case.
 
     Returns None, or the future of an asynchronous save.
 

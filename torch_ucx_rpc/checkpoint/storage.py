@@ -32,7 +32,7 @@ _METADATA = ".metadata"
 # Seconds until a file of another host must be seen here. Network file systems look at a folder again after some time.
 _UNTIL_SEEN_S = 5.0
 
-# While another process has its turn in a folder: seconds until a warning, until an error, and between two looks.
+# While another process has its turn in a folder: seconds until a warning, until an error, and between two tries.
 _LONG_TURN_S, _LONGEST_TURN_S, _POLL_S = 10.0, 600.0, 0.02
 
 
@@ -88,9 +88,9 @@ class Writer(FileSystemWriter):
 def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
     """Wait until no other process saves into the folder, or loads from it if this one saves.
 
-    The turn ends with its process, in any way, and with children that were forked during the turn. Over NFS only the
-    processes of one host take turns, since its client asks no server for the lock of a folder. On a file system without
-    locks no process waits.
+    The turn also ends when its process has ended, in any way, together with the children that it forked during the
+    turn. Over NFS only the processes of one host take turns, since NFS's client asks no server for the lock of a
+    folder. On a file system without locks no process waits.
 
     Raises OSError if another turn takes too long: its process may be stopped, or wait for this one.
     """
@@ -169,7 +169,7 @@ class Reader(FileSystemReader):
     """Reads the files of a folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raise FileNotFoundError, with a sentence, if there is no checkpoint."""
+        """Read the metadata. Raises FileNotFoundError, with the cure, if there is no checkpoint."""
         try:
             return super().read_metadata(*args, **kwargs)
         except FileNotFoundError:

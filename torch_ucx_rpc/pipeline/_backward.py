@@ -54,7 +54,7 @@ class HalfDone(NamedTuple):
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
     """Add the gradients of ``inputs`` to their ``grad``, and put off those of the weights.
 
-    Torch's analysis of the graph finds the nodes at which the paths to weights leave the path to the inputs. The
+    torch's analysis of the graph finds the nodes at which the paths to weights leave the path to the inputs. The
     gradients that arrive there are kept, so nothing is computed twice.
     """
     roots, gradients = list(roots), list(gradients)

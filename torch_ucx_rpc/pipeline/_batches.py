@@ -1,4 +1,4 @@
-"""Batches through the stages (`Batches`): each is divided, run by one order, and put together again."""
+"""Batches through the stages: `Batches` divides each, runs it by one order, and puts its results together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Done(NamedTuple):
 
     loss: torch.Tensor
     losses: list[Any]
-    """For each micro-batch what the loss function returned, without gradient."""
+    """The loss function's result for each micro-batch, without gradient."""
     output: Any
     """The model's output, if it was wanted."""
     events: list[Any]
@@ -122,7 +122,8 @@ class Batches:
         return count, split((args, kwargs), count), split(target, count)
 
     def _requests(self, request: Request, batch: list[Any] | None) -> list[Request]:
-        """Return the call as each worker needs it. ``batch`` is None for a backward, which has that of its forward."""
+        """Return the call as each worker needs it. ``batch`` is None for a backward, which uses the batch of its
+        forward."""
         inputs: Mapping[int, list[Packet]] = {}
         if batch is not None:
             request = request._replace(autocast=_autocast_here())
@@ -139,8 +140,8 @@ class Batches:
         return requests
 
     def _run(self, requests: list[Request], *, changes: bool) -> list[dict[str, Any]]:
-        """Have all workers carry out a call. Returns each worker's answer. ``changes``: whether it leaves gradients, or
-        in training mode other random numbers and statistics, so a recovery must repeat it."""
+        """Have all workers carry out a call. Returns each worker's answer. ``changes`` tells whether a recovery must
+        repeat the call: it leaves gradients, or in training mode other random numbers and statistics."""
         guard = self._recovery.do if changes else self._recovery.ask
         return guard(self._crew.each, "run", [(one,) for one in requests])
 
@@ -152,8 +153,8 @@ def _autocast_here() -> Autocast:
 
 
 def _packets(specs: Sequence[StageSpec], inputs: list[Any], *, grad: bool) -> dict[int, list[Packet]]:
-    """Return the values of the batch that each stage needs. Only calls want gradients of them, since only a caller can
-    use them."""
+    """Return the values of the batch that each stage needs. Only ``pipe(x)`` wants gradients of these values, since
+    only its caller can use them."""
     found: dict[int, list[Packet]] = {}
     for spec in specs:
         if any(edge.source == INPUT for edge in spec.edges_in):

@@ -27,7 +27,7 @@ class Built:
     """A stage that its worker builds: the driver needs neither its code nor its parameters.
 
     Args:
-        what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``.
+        what (callable or str): a class or function that returns an nn.Module, or its name, ``"package.module:name"``.
             Only the worker looks up a name.
         *args: its positional arguments.
         **kwargs: its keyword arguments.
@@ -109,7 +109,7 @@ class Traced(nn.Module):
 
     def __init__(self, trains: fx.GraphModule, evaluates: fx.GraphModule) -> None:
         super().__init__()
-        # Whether an operator writes into its input, as layers say it.
+        # Whether an operator writes into its input. Layers such as nn.ReLU have the same attribute.
         self.inplace = any(_writes(node) for graph in (trains.graph, evaluates.graph) for node in graph.nodes)
         self._code = {True: _source(trains), False: _source(evaluates)}
         for module in (evaluates, trains):

@@ -8,10 +8,10 @@
    carries out all messages before that one and none from it on. A host that has already carried out its call undoes it.
    A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses it. A host
    may learn from another that the epoch is over. It then stops its call, and waits for the cut.
-3. The next epoch begins when each host has said so, or has been given up. Only then does the driver send orders again.
-4. The number fences. Orders, values between stages and results travel in boxes of the receiver, in its epoch: those of
-   another epoch are dropped. The driver no longer uses the box of a worker that it has given up. If that worker comes
-   back, it learns that its host is closed.
+3. The next epoch begins when each host has reported that it begins it, or has been given up. Only then does the driver
+send orders again. 4. The number keeps epochs apart. Orders, values between stages and results travel in boxes of the
+receiver, and a box drops everything that is not of its epoch. The driver no longer uses the box of a worker that it has
+given up. If that worker comes back, it learns that its host is closed.
 5. A worker is given up if its end is certain, if it has not answered a question for ``rpc_timeout``, or if its stage is
    busy when ``step_timeout`` is over. No other timeout means anything.
 6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier gradient or
@@ -127,8 +127,8 @@ class _Epoch:
                 if place.is_here:
                     _host.cut(place.host, cut)
                 elif row not in self.gone:
-                    # If it is lost on the way, the next question repeats it.
-                    with contextlib.suppress(RuntimeError):  # its end is known already
+                    # If the cut is lost on the way, the next question repeats it.
+                    with contextlib.suppress(RuntimeError):  # the worker's end is known already
                         rpc.rpc_async(place.info, _host.cut, (place.host, cut), timeout=0)
             # This wakes the driver.
             self._box.advance(cut.epoch)
@@ -220,7 +220,7 @@ class Crew:
             for row, orders in enumerate(encoded):
                 self._put(row, message, orders)
         except BaseException:
-            # Some workers have it, and the others do not.
+            # Some workers have the message, and the others do not.
             self.present.end(message.number)
             self._begin_epoch()
             raise
@@ -370,7 +370,7 @@ class _Watch:
     def look(self, rows: Sequence[int], epoch: _Epoch) -> None:
         """Give up workers that are silent, or busy for too long, in ``epoch``. The others get the last cut."""
         now = time.monotonic()
-        # This counts questions, not time: this process may have been stopped itself.
+        # The limit on the time passed is for this process, which may itself have been stopped.
         passed, self._looked = min(now - self._looked, 2 * _SLICE_S), now
         busy = []
         for row in rows:
@@ -379,7 +379,7 @@ class _Watch:
                 epoch.give_up(row, reason)
             elif question.answer == "busy" or question.silence_s > _ASKING_S:
                 busy.append(row)
-        # Each has been asked at least once.
+        # Each worker has been asked at least once.
         if now - self._begin > max(self._limit_s, 2 * _SLICE_S) and epoch.cut is None:
             for row in busy or rows:
                 state = "busy" if busy else "waiting"
@@ -396,7 +396,7 @@ class _Question:
         self._call: Any = None
 
     def look(self, place: Place, passed_s: float, cut: _host.Cut | None) -> str | None:
-        """Say why the worker is to be given up, if so. A question repeats the ``cut``."""
+        """Return the reason to give the worker up, or None. A question repeats the ``cut``."""
         try:
             if self._call is None:
                 if time.monotonic() >= self._next:

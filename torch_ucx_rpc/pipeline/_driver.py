@@ -43,27 +43,32 @@ class DistributedPipeline:
     workers.
 
     Args:
-        model: an ``nn.Sequential``; or any module that torch can trace; or a list of stages, each an ``nn.Module``,
-            ``pipeline.Built(...)`` (made by its worker) or an RRef to a module. The workers train copies: the model
-            itself stays as it is.
-        workers: where the stages run: names of workers, WorkerInfos, or ``"name/cuda:0"`` where a device is meant.
-        balance: the number of layers of each stage; or ``"parameters"`` (the default); or ``"profile"``, by the time
-            that layers take for ``sample``, measured on the driver.
-        sample: a batch, for profiling and tracing: a tensor, a tuple of arguments, or a dict of keyword arguments.
-        split_spec: torch's split points, ``{"layers.8": SplitPoint.BEGINNING}``; the model is traced.
-        schedule: ``"gpipe"``, ``"1F1B"``, ``"interleaved"``, ``"zero-bubble"``; the name of a class of torch's
-            schedules; or a text in torch's format.
-        chunks: micro-batches of a step, 1 by default. A smaller batch is divided into as many as it has samples.
-        stages_per_worker: 2 by default for ``"interleaved"``, else 1; with a text, what the text says.
-        rematerialize: keep only the inputs of stages and compute activations again on the way back.
-        loss: ``loss(output, target)``, which runs on the worker of the last stage. It returns a scalar, or ``(sum,
-            count)``, such as the sum over all tokens and their number.
-        n_microbatches: the name of ``chunks`` in ``torch.distributed.pipelining``.
-        loss_fn: the name of ``loss`` there.
-        spares: workers that take the place of lost ones. They begin from a checkpoint: `save` one before the first
-            step.
-        step_timeout: seconds that the workers may take for a step, or for another order. A worker whose stage is busy
-            then counts as lost. None: no limit; a worker that answers no call for ``rpc_timeout`` counts as lost.
+        model (nn.Module or list): an ``nn.Sequential``; or any module that torch can trace; or a list of stages, each
+            an ``nn.Module``, ``pipeline.Built(...)`` (made by its worker) or an RRef to a module. The workers train
+            copies: the model itself stays as it is.
+        workers (list): where the stages run: names of workers, WorkerInfos, or ``"name/cuda:0"`` for a device.
+        balance (list or str): the number of layers of each stage; or ``"parameters"`` (the default); or ``"profile"``,
+            by the time that layers take for ``sample``, measured on the driver.
+        sample (Tensor, tuple or dict): a batch, for profiling and tracing: a tensor, a tuple of arguments, or a dict of
+            keyword arguments (default: None).
+        split_spec (dict): torch's split points, ``{"layers.8": SplitPoint.BEGINNING}`` (default: None). With them the
+            model is traced.
+        schedule (str): ``"gpipe"``, ``"1F1B"`` (the default), ``"interleaved"``, ``"zero-bubble"``; the name of a class
+            of torch's schedules; or a text in torch's format.
+        chunks (int): micro-batches of a step (default: 1). A smaller batch is divided into as many as it has samples.
+        stages_per_worker (int): number of stages on each worker (default: the number in a text; 2 for
+            ``"interleaved"``, and for torch's classes that take several stages for each worker; else 1).
+        rematerialize (bool): keep only the inputs of stages, and compute activations again in the backward (default:
+            False).
+        loss (callable): ``loss(output, target)``, which runs on the worker of the last stage (default: None). It
+            returns a scalar, or ``(sum, count)``, such as the sum over all tokens and their number.
+        n_microbatches (int): the name of ``chunks`` in ``torch.distributed.pipelining``.
+        loss_fn (callable): the name of ``loss`` there.
+        spares (list): workers that take the place of lost ones (default: none). They begin from a checkpoint: `save`
+            one before the first step.
+        step_timeout (float): seconds that the workers may take for a step, or for another order (default: None, no
+            limit). A worker whose stage is still busy then counts as lost. A worker that answers no call for
+            ``rpc_timeout`` counts as lost in any case.
 
     Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for arguments that cannot work.
     """
@@ -169,23 +174,26 @@ class DistributedPipeline:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a batch: gradients are added to those on the workers.
+        """Run forward and backward of a batch, and add its gradients to those on the workers.
 
         Args:
             *args: positional arguments of the model. Tensors are divided into micro-batches along dimension 0, evenly
                 or nearly so; everything else goes to each.
             **kwargs: keyword arguments of the model, divided in the same way.
-            target: second argument of the loss, divided in the same way. None: the loss gets the output alone.
-            scaler: a `GradScaler`. Its scale multiplies the loss before the backward.
-            losses: a list, which is filled with what the loss returned for each micro-batch, without gradient.
-            return_outputs: also return the model's output, as ``pipe(x)`` does, without gradient.
+            target: second argument of the loss, divided in the same way (default: None, the loss gets the output
+                alone).
+            scaler (GradScaler): its scale multiplies the loss before the backward (default: None).
+            losses (list): a list that `step` fills with the result of the loss for each micro-batch, without gradient
+                (default: None).
+            return_outputs (bool): also return the model's output, as ``pipe(x)`` does, without gradient (default:
+                False).
 
         Returns the mean of the micro-batches' losses, a scalar tensor without gradient; with ``return_outputs`` a tuple
         of it and the output. If the loss returns ``(sum, count)``, loss and gradients are those of the sum over the
         whole batch, divided by the count of the whole batch.
 
-        Raises StageError when a stage raises; StageLostError when a worker is lost and no spare is left. Either way the
-        step has been undone: gradients that it created are removed, and its memory is freed. Statistics of batch norms
+        Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare is left. Either way
+        the workers have undone the step: its gradients are removed, and its memory is free. Statistics of batch norms
         keep what they have counted.
         """
         scale = None if scaler is None else scaler.scale_of_step()
@@ -217,7 +225,7 @@ class DistributedPipeline:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The loss of a batch, as `step` has it, without gradients. Call `eval` before and `train` after."""
+        """Return the loss of a batch as `step` does, without gradients. Call `eval` before and `train` after."""
         return self._run("evaluate", args, kwargs, target, losses, return_outputs, grad=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +246,7 @@ class DistributedPipeline:
         """Make an optimizer of class ``cls`` on each worker for its parameters, behind one that looks like torch's.
 
         ``params`` takes what torch's optimizers take, made of `parameters` or `named_parameters`; all by default.
-        Learning-rate schedulers work on the result as on any.
+        Learning-rate schedulers work on the result as on any optimizer.
         """
         params = self.parameters() if params is None else params
         return PipelineOptimizer(self._recovery, cls, params, options)
@@ -249,8 +257,8 @@ class DistributedPipeline:
         return iter(self._model.parameters.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield all parameters in the order of the undivided model, with shapes and without values, as the workers have
-        these."""
+        """Yield all parameters in the order of the undivided model, like `named_parameters`, with shapes but without
+        values."""
         return iter(self._model.parameters.values())
 
     def train(self, mode: bool = True) -> DistributedPipeline:
@@ -272,7 +280,7 @@ class DistributedPipeline:
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do ``nn.Module.zero_grad`` on all stages. It travels with the next call."""
+        """Do ``nn.Module.zero_grad`` on all stages. The order travels with the next call."""
         self._recovery.do(self._crew.later, "zero_grad", set_to_none)
 
     def clip_grad_norm_(
@@ -325,8 +333,8 @@ class DistributedPipeline:
         return self._recovery.save(path, asynchronous)
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Read a checkpoint that `save` has written, by this pipeline or by one with other stages. Default: the last
-        one saved."""
+        """Read a checkpoint that `save` has written, by this pipeline or by one with other stages. The default is the
+        last one saved."""
         self._recovery.load(path)
 
     def checkpoint_parts(self) -> list[Any]:

@@ -17,10 +17,11 @@ class StageError(PipelineError):
     """The code of a stage raised. The message ends with the stage's own traceback.
 
     Attributes:
-        stage: index of the stage, or None when the failure belongs to the worker as a whole (its optimizer, for one).
-        worker: name of the worker that runs it.
-        micro_batch: index of the micro-batch, or None outside a schedule.
-        traceback_text: the traceback, as the worker saw it.
+        stage (int | None): index of the stage, or None when the failure belongs to the worker as a whole (its
+            optimizer, for one).
+        worker (str): name of the worker that runs the stage.
+        micro_batch (int | None): index of the micro-batch, or None outside a schedule.
+        traceback_text (str): the traceback on the worker.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class StageLostError(PipelineError):
     """A worker that runs stages has died or cannot be reached.
 
     Attributes:
-        workers: names of the lost workers.
-        stages: indices of the stages they ran.
+        workers (tuple[str, ...]): names of the lost workers.
+        stages (tuple[int, ...]): indices of the stages that they ran.
     """
 
     def __init__(self, message: str, *, workers: tuple[str, ...], stages: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Values by `torch_ucx_rpc.channel`: the `Box` of the driver and of each host, and what stages send each other
+"""Values by `torch_ucx_rpc.channel`: the `Box` of the driver and of each host, and the values between stages
 (`Exchange`)."""
 
 # mypy: allow-untyped-calls
@@ -61,7 +61,8 @@ def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tenso
 
 
 def open_to_send(box: str) -> None:
-    """Open a box's channel in this process, which lets it put into the box. It stays open, which costs a name."""
+    """Open a box's channel in this process, which lets it put into the box. The channel stays open, which costs only
+    the memory of its name."""
     with contextlib.suppress(ValueError):  # the box is here, in a later epoch
         slots().advance(box, 0)
 

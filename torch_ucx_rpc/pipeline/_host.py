@@ -90,7 +90,7 @@ class Host:
         return "idle" if self._is_idle else "waiting" if self.exchange.is_waiting else "busy"
 
     def _tell(self) -> None:
-        """Tell the driver of the message that has failed here, if one has."""
+        """Report the message that has failed here to the driver, if there is one."""
         if (failure := self._failure) is not None:
             config = self._config
             rpc.rpc_async(config.driver, config.tell, (config.driver_box, config.host, failure), timeout=0)
@@ -212,7 +212,7 @@ _watch = PerLife(lambda life: life.watch(_close_of))
 
 
 def collect(host: str, what: tuple[Any, ...]) -> Any:
-    """Return a part of a host's state; for checkpoints, like the next two."""
+    """Return a part of a host's state. This function and the next two serve checkpoints."""
     state = part_of(_hosts[host].stages, *what).collect()
     if what == ("gradients",):
         # DCP has no sparse tensors. In a tuple they are pickled, and a pickle should not need a device.

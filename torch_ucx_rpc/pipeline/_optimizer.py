@@ -16,7 +16,7 @@ __all__ = ["PipelineOptimizer"]
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
-    """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: their values travel with each `step`.
+    """An optimizer made by `DistributedPipeline.optimizer`. The values of its ``param_groups`` travel with each `step`.
 
     ``step`` and ``zero_grad`` return at once; the workers carry them out before the next order. The next call that
     waits raises their error; so does ``pipe.synchronize()``.
@@ -80,8 +80,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None, *, scaler: GradScaler | None = None) -> None:  # type: ignore[override]
         """Let every worker's optimizer take a step.
 
-        With a ``scaler`` the gradients of its parameters are divided by the scale first, unless ``scaler.unscale_`` has
-        done so. If one of them is not finite on any worker, no worker takes the step.
+        With a ``scaler`` the workers first divide the gradients of this optimizer's parameters by the scale, unless
+        ``scaler.unscale_`` has done so. If a gradient is not finite on any worker, no worker takes the step.
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
@@ -132,7 +132,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return [groups, *self._model.parts("optimizer", self._number)]
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take the options of what `groups_by_name` returned; raises ValueError for another number of groups."""
+        """Take over the options that `groups_by_name` returned. Raises ValueError for another number of groups."""
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state is of {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}"

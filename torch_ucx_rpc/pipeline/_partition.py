@@ -55,8 +55,8 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages use. The first of them owns it: it sums the gradients and has the optimizer's
-    state."""
+    """A parameter that several stages use. The first of these stages owns the parameter: it sums the gradients and has
+    the optimizer's state."""
 
     number: int
     name: str

@@ -53,7 +53,7 @@ class Recovery:
         self.model = model
         self._crew = model.crew
         self._spares = list(spares)
-        # The last one that is complete, if there is any, and one that is being written. Only spares need the journals.
+        # The last complete checkpoint, if there is any, and one that is being written. Only spares need the journals.
         self._checkpoints: list[_Checkpoint] = []
         self._playing = False
 
@@ -207,7 +207,7 @@ class Recovery:
                 one.written = None
                 kept = [one]
             elif kept:
-                # The save counts as not tried.
+                # The journal goes on as if this save had not been tried.
                 kept[0].journal += one.journal
         self._checkpoints = kept
 

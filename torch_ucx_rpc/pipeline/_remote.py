@@ -25,7 +25,7 @@ __all__ = ["Parts", "RemoteModel"]
 
 
 class Parts(NamedTuple):
-    """What `torch_ucx_rpc.checkpoint` saves and loads by its parts."""
+    """An object that `torch_ucx_rpc.checkpoint` saves and loads by its parts."""
 
     parts: list[Any]
 
@@ -58,7 +58,7 @@ class RemoteModel:
         # The mode in which the model was given, and the mode set for all modules since then.
         self._given_training = training
         self.mode: bool | None = None
-        # Each is a `PipelineOptimizer`, which is made of this model.
+        # Each is a `PipelineOptimizer` of this model.
         self.optimizers: list[Any] = []
         # How often workers have been replaced: a call's backward needs the crew of its forward.
         self.crews = 0
@@ -191,7 +191,8 @@ class RemoteModel:
         return wanted
 
     def changed_requires_grad(self) -> dict[str, bool] | None:
-        """Return `requires_grad` if the workers do not know it. They must then be told."""
+        """Return `requires_grad` if it has changed since the workers learned it. The caller must then send it to
+        them."""
         trained = self._trained_now()
         if trained == self._trained:
             return None

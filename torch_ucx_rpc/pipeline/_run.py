@@ -55,7 +55,7 @@ def failure_of(error: BaseException) -> Failure:
     action = None
     if isinstance(error, ActionError) and error.__cause__ is not None:
         action, error = error.args[0], error.__cause__
-    # From the stage's own code on: the frames above are ours.
+    # Keep the frames from the stage's own code on: those above are this package's.
     frames = traceback.extract_tb(error.__traceback__)
     ours = [place for place, frame in enumerate(frames) if __package__.replace(".", "/") in frame.filename]
     kept = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames
@@ -102,7 +102,8 @@ class Run:
         return self._result
 
     def _close_losses(self) -> None:
-        """Put the losses of the micro-batches together. "factor" is what the gradients lack, if losses have counts."""
+        """Put the losses of the micro-batches together. "factor" is the factor that the gradients still lack, if losses
+        have counts."""
         values = [loss.value for loss in self._losses.values()]
         total = sum(values[1:], values[0])
         counts = [loss.counted for loss in self._losses.values() if loss.counted is not None]

@@ -24,10 +24,12 @@ class GradScaler:
     scale is set once for all of them, and grows only if all have stepped.
 
     Args:
-        init_scale: the first scale.
-        growth_factor: the scale grows by this factor after ``growth_interval`` steps with finite gradients.
-        backoff_factor: the scale shrinks by this factor after a step with a gradient that is not finite.
-        growth_interval: the number of steps with finite gradients after which the scale grows.
+        init_scale (float): the first scale (default: 65536).
+        growth_factor (float): the scale grows by this factor after ``growth_interval`` steps with finite gradients
+            (default: 2).
+        backoff_factor (float): the scale shrinks by this factor after a step with a gradient that is not finite
+            (default: 0.5).
+        growth_interval (int): the number of steps with finite gradients after which the scale grows (default: 2000).
     """
 
     def __init__(

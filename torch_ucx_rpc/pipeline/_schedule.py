@@ -49,7 +49,7 @@ class Schedules:
         per_worker: number of stages; None: what the schedule says, or its default.
         chunks: number of micro-batches of most steps.
 
-    Raises ScheduleError if it cannot run.
+    Raises ScheduleError if the schedule cannot run.
     """
 
     def __init__(self, name: str, workers: int, per_worker: int | None, chunks: int) -> None:
@@ -118,7 +118,7 @@ def _parse(text: str) -> Sequence[Row]:
     lines = [line for line in text.strip("\n").splitlines() if line.strip()]
     for number, line in enumerate(lines):
         row: list[Action] = []
-        # Torch writes two actions that overlap as "(0F1;1B0)OVERLAP_F_B".
+        # torch writes two actions that overlap as "(0F1;1B0)OVERLAP_F_B".
         for word in filter(None, re.split(r"[,;()\s]+", line)):
             if found := _ACTION.fullmatch(word):
                 row.append(Action(int(found[1]), found[2], int(found[3])))
@@ -153,9 +153,9 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
     """Several stages a worker: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; with one stage a worker 1F1B,
     https://arxiv.org/abs/1806.03377 (PipeDream-Flush).
 
-    With ``zero_bubble`` the weights' half of the backward is put off into what would be idle time: ZB1P of Qi et al.
-    2023, https://arxiv.org/abs/2401.10241. Torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble make the
-    same rows, but want two stages for each worker at least; here one is enough.
+    With ``zero_bubble`` the weights' half of the backward fills time that would be idle: ZB1P of Qi et al. 2023,
+    https://arxiv.org/abs/2401.10241. Torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble make the same
+    rows, but want two stages for each worker at least; here one is enough.
     """
     if stages % workers:
         raise ScheduleError(

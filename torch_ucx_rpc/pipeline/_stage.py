@@ -26,7 +26,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 class Request(NamedTuple):
-    """One call as one worker needs it: what the order ``run`` gets."""
+    """One call as one worker needs it: the argument of the order ``run``."""
 
     kind: str
     """"step", "forward" or "backward": see `Schedules.rows`."""
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether it has a backward, after its own forward or an earlier call's."""
+        """Whether this call has a backward, after its own forward or an earlier call's."""
         return self.grad and not self.to_driver
 
 
@@ -63,7 +63,7 @@ class Loss(NamedTuple):
 
     @property
     def given(self) -> Any:
-        """What the loss function returned, on the CPU."""
+        """The loss function's result, on the CPU."""
         return self.value.cpu() if self.counted is None else (self.value.cpu(), self.counted)
 
 
@@ -255,7 +255,7 @@ class Stage:
         if kind == "B":
             del self.graphs[key]
             for tie, parameter in self.ties:
-                # Autograd begins at a root of its own, so that the gradients from later stages are summed first.
+                # The parameter becomes a root of its own, so that autograd sums the gradients from later stages first.
                 for gradient in tied.get(tie.number, []):
                     if gradient is not None and parameter.requires_grad:
                         roots.append(parameter)

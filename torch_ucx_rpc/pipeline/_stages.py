@@ -48,7 +48,7 @@ class HostConfig:
     mode: bool | None
     """The mode set for all modules. With None each has the mode in which it was given."""
     optimizers: list[tuple[Any, ...]]
-    """Arguments of the order ``optimizer`` for each."""
+    """Arguments of the order ``optimizer``, for each optimizer."""
 
 
 class Stages:
@@ -128,7 +128,7 @@ class Stages:
         self._last_run = (-1, -1)
 
     def order_forget(self, calls: list[int]) -> None:
-        """Free what the stages keep of calls for their backward."""
+        """Free the state that the stages keep for the backward of calls."""
         for call in calls:
             for stage in self.by_index.values():
                 stage.forget(call)

@@ -19,8 +19,8 @@ Path = tuple[Any, ...]
 def part_of(stages: Any, kind: str, *arguments: Any) -> Any:
     """Return a part of the state of `Stages`.
 
-    ``collect()`` is the state, with the living tensors. ``room(saved)`` has tensors to read a checkpoint into, by the
-    metadata of what has been saved. ``apply(state)`` takes a state.
+    ``collect()`` is the state, with the living tensors. ``room(saved)`` makes tensors to read a checkpoint into, from
+    the checkpoint's metadata. ``apply(state)`` takes a state.
     """
     return _KINDS[kind](stages, *arguments)
 

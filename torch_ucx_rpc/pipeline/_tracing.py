@@ -52,7 +52,7 @@ def divide(
     if split_spec is None:
         split_spec = _split_points(model, stages, args, kwargs, balance)
     _check(model, split_spec)
-    # Each is a tensor of its own: torch.export would take two places with the same tensor for one.
+    # Copy each tensor: torch.export would take two places with the same tensor for one.
     args, kwargs = map_tensors(torch.clone, _bound(inspect.signature(model.forward), args, kwargs))
     specs, program = _traced(model, args, kwargs, split_spec)
     if len(specs) != stages:
@@ -116,7 +116,7 @@ def _traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split_spec: Mapping[str, SplitPoint]
 ) -> tuple[list[StageSpec], Any]:
     with _annotated(model, split_spec), warnings.catch_warnings():
-        # A warning of torch about its own code.
+        # torch warns about its own code.
         warnings.simplefilter("ignore")
         program = _export(model, args, kwargs)
         pipe = Pipe._from_traced(model, program)
@@ -236,7 +236,7 @@ class _Fixed(NamedTuple):
 
 
 def _fixed(program: Any, arguments: Mapping[str, Any]) -> list[_Fixed]:
-    """Return one for each leaf of the arguments."""
+    """Return a `_Fixed` for each leaf of the arguments."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     leaves = [(name, leaf) for name, value in arguments.items() for leaf in pytree.tree_leaves(value)]
     found = []

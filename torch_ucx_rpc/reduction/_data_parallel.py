@@ -53,20 +53,23 @@ class DataParallel(nn.Module):
     """A copy of a model that is kept equal to those of other trainers: they may come and go, and may be killed.
 
     Each trainer wraps its model and goes on as with one process. Within ``backward()`` the gradients of all trainers
-    are averaged, bucket by bucket while the rest is being computed; when it returns, ``parameter.grad`` has the mean.
+    are averaged, bucket by bucket, while the backward computes the rest. When it returns, ``parameter.grad`` has the
+    mean.
 
     The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets the
-    model of another trainer, and takes part from its next step on. It also gets the optimizer's state if both give
-    their optimizer. From then on each trainer has its own buffers (such as running means).
+    model of another trainer, and takes part from its next step on. It also gets the optimizer's state if both trainers
+    give their optimizer. From then on each trainer has its own buffers (such as running means).
 
     Args:
         module (nn.Module): model, of which at least one parameter requires grad.
         server (Server): result of `serve`.
-        optimizer (torch.optim.Optimizer): this trainer's optimizer. Its state goes to trainers that join or come late.
-        quorum (int): see `state`. With a quorum, nothing travels before a step's trainers are known.
-        bucket_bytes (int): size of the gradients that travel together. (default: 25 MiB)
+        optimizer (torch.optim.Optimizer): this trainer's optimizer (default: None). Its state goes to trainers that
+            join or come late.
+        quorum (int): see `state` (default: None). With a quorum, nothing travels before a step's trainers are known.
+        bucket_bytes (int): size of the gradients that travel together (default: 25 MiB).
 
-    Raises ValueError for a quorum above the number of trainers, and for sparse gradients.
+    Raises ValueError for a quorum above the number of trainers, for a module without parameters that require grad, and
+    for sparse gradients.
 
     Example::
 
@@ -148,7 +151,7 @@ class DataParallel(nn.Module):
                 "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True): use dense ones"
             )
         bucket.fill(index, gradient)
-        # All trainers put them in this order.
+        # All trainers put the buckets in this order.
         while self._next_bucket < len(self._buckets) - 1 and self._is_full(self._buckets[self._next_bucket]):
             self._put()
 
@@ -165,7 +168,7 @@ class DataParallel(nn.Module):
         try:
             while self._next_bucket < len(self._buckets):
                 bucket = self._buckets[self._next_bucket]
-                # It has no gradient here, but others may have one.
+                # Some parameters have no gradient here, but may have one on other trainers.
                 for index, span in enumerate(bucket.spans):
                     if index not in bucket.filled:
                         bucket.buffer[span].zero_()

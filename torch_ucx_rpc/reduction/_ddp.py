@@ -64,13 +64,14 @@ def state(
     The first step waits for all ranks of the process group, whatever `serve` was given.
 
     Args:
-        server (Server): of `serve`.
+        server (Server): result of `serve`.
         quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
-            Gradients of late trainers are dropped. (default: all present trainers)
-        process_group: group of DistributedDataParallel (default: the default group).
-        model (nn.Module): with a quorum, a late trainer loads another trainer's state into this; without it, being late
-            is an error.
-        optimizer (torch.optim.Optimizer): a late trainer loads its state too.
+            Gradients of late trainers are dropped (default: None, all present trainers).
+        process_group (ProcessGroup): group of DistributedDataParallel (default: the default group).
+        model (nn.Module): with a quorum, a late trainer loads another trainer's state into this model (default: None).
+            Without a model, being late is an error.
+        optimizer (torch.optim.Optimizer): a late trainer loads the state of another trainer's optimizer into it
+            (default: None).
 
     Raises ValueError for a quorum above the number of trainers.
 
