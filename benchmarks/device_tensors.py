@@ -1,8 +1,8 @@
 """How fast do tensors on a GPU travel?
 
 The echo of CUDA tensors between two workers that share one GPU, with device maps and default options. It is compared
-with UCX's own ucx_perftest with device memory, over the lanes that UCX chooses. Its messages wait for each other, as
-those of an echo do, except those of 1 GiB.
+with UCX's own ucx_perftest with device memory, over the lanes that UCX chooses. The messages of ucx_perftest wait for
+each other, like those of an echo, except the messages of 1 GiB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import echo, ucx_perftest
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# The limit of a round, and of the start. On a lent machine, a contender that hangs must leave the others their time.
+# The limit of a round, and of the start. On a lent machine, a contender that hangs must leave time for the others.
 LIMIT_S = 40.0
 SIZES = {"4 KiB": (4 * KIB, 500), "1 MiB": (MIB, 200), "64 MiB": (64 * MIB, 20), "1 GiB": (GIB, 5)}
 DEVICE_MAPS = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}

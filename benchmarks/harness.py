@@ -251,8 +251,8 @@ def _row_of_ratio(against: str, names: Sequence[str], ratio: float) -> str:
 
 
 def _against(bound: Bound, names: Sequence[str]) -> str:
-    """Return the contender of the ratio, unless it is the first one, and the reference, unless it is the better
-    TensorPipe."""
+    """Return words for the ratio's contender and reference. Leave out the first contender, and the better TensorPipe as
+    reference."""
     of = "" if bound.contender == names[0] else f" of {bound.contender}"
     if bound.reference is None:
         return f"{of} by itself"

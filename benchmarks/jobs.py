@@ -75,7 +75,7 @@ PRELOADED = ("torch.distributed.rpc", "benchmarks.many_workers")
 PROCESSES.set_forkserver_preload([*PRELOADED])
 
 
-# The limit for workers to meet, and for a round; and that for the end of a job.
+# The limits for workers to meet and for a round, and for the end of a job.
 LIMIT_S = 180.0
 _END_S = 20.0
 
@@ -298,8 +298,8 @@ class Baseline:
 def against(benchmark: Benchmark, tree: Path) -> Benchmark:
     """Return the benchmark for UCX of this checkout and of another one. It has ratios, without bounds.
 
-    Each round has new processes. How two processes share the machine can change a figure by 15 % for their whole life,
-    which is more than the differences in question.
+    Each round has new processes. How two processes share the machine can change a figure by 15 % for their whole life.
+    The differences in question are smaller.
     """
     jobs = [job for job in benchmark.contenders() if isinstance(job, RpcJob) and job.transport.backend == "UCX"]
     here = [job.afresh(job.transport) for job in jobs]

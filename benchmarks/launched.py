@@ -1,4 +1,4 @@
-"""How long is a launcher's job from its command to its end, and how much memory do its workers take?
+"""How long does a launcher's job take from its command to its end, and how much memory do its workers take?
 
 `torch-ucx-rpc run` forks workers from a process that has imported torch, or starts each by exec. torchrun does the
 latter. The workers do the same as in the life of a job (many_workers.py): init_rpc, the first call of all pairs,

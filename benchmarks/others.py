@@ -1,7 +1,7 @@
 """How do other libraries do?
 
 The echo of an array of 1 KB and of 64 MiB between two processes on one host, and of 1, 10 and 100 arrays of 1 KB at
-once: RPC on UCX and on TensorPipe, and those of Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch that are
+once: RPC on UCX and on TensorPipe, and whichever of Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch are
 installed. ``tools/record_benchmarks.sh`` installs them into a separate environment. The lanes that carried the bytes
 are printed and kept. Wrong lanes are a failure. `peers` has a program for each library.
 
@@ -86,7 +86,7 @@ OTHERS = (
     Other("gRPC unix", "grpc", "unix"),
     Other("gRPC tcp", "grpc", "tcp"),
     Other("Ray", "ray", "object store"),
-    # Not only `monarch`, which imports half of its dependencies lazily.
+    # `monarch` itself imports half of its dependencies lazily.
     Other("Monarch", "monarch.actor", "channels"),
 )
 

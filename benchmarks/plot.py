@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 
 # Keep text as text: the outlines of letters would be most of a file.
 matplotlib.rcParams["svg.fonttype"] = "none"
-# Without this, ids are random, and each drawing of the same figures is another file.
+# Without this, ids are random, and two drawings of the same figures differ.
 matplotlib.rcParams["svg.hashsalt"] = "torch_ucx_rpc"
 
 COLORS = {"UCX": "#1f6f43", "TensorPipe": "#c0392b", "UCX, tcp": "#76b58f", "TensorPipe, uv": "#e39a90"}

@@ -50,7 +50,7 @@ def nap() -> None:
 
 
 def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median duration of each, in microseconds. The order changes from turn to turn."""
+    """Return the median duration of each way, in microseconds. The order changes from turn to turn."""
     durations: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
     for _ in range(TURNS):

@@ -27,7 +27,7 @@ namespace {
 constexpr double kDelayS = 50e-6;
 constexpr double kBytesPerS = 10e9 / 8;
 constexpr double kFrameS = 5e-6; // a worker's time to send or receive a frame
-constexpr double kConnectS = 1.2e-3; // a worker's time to meet another one, measured over TCP with 64 workers
+constexpr double kConnectS = 1.2e-3; // a worker's time to meet another worker, measured over TCP with 64 workers
 constexpr double kTickS = 0.1;
 constexpr uint64_t kRounds = 2; // a shutdown without open calls
 constexpr size_t kFrameBytes = sizeof(wire::Header) + 100; // 100 bytes for the protocols below

@@ -10,7 +10,8 @@ one event to the next, and the C++ barrier (simulated_barrier.cpp). The rest is 
 ``SERVE_S`` for a request, relays, and a network with a delay of 50 us and 10 Gbit/s at each host. The work of rank 0
 and of each worker with the records is measured here, and included.
 
-``real_start.py --simulated`` compares a real job. The simulation needs greenlet (pip install greenlet).
+``real_start.py --simulated`` compares the simulation with a real job. The simulation needs greenlet (pip install
+greenlet).
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ def rendezvous(workers: int, late: float, dying: int, work_s: float, each_s: flo
         late: the percentage of workers that come late.
         dying: the number of workers that die when they have the records and others wait for them.
         work_s: the seconds that each worker needs to take in the records.
-        each_s: if all workers share a machine, the seconds that each worker's ``init_rpc`` takes of it.
+        each_s: if all workers share a machine, the seconds of the machine that each worker's ``init_rpc`` takes.
     """
     clock = Clock()
     store = SimulatedStore(clock)

@@ -222,7 +222,7 @@ SMALL_CALLS = (
 )
 CLAIMS = (
     Claim("A small call takes less than a third of TensorPipe's time", "small_calls", SMALL_CALLS, 1 / 3),
-        Claim(
+    Claim(
         "up to 0.6 of it on a machine that wakes threads slowly", "small_calls", SMALL_CALLS, 0.6, run="two_slow_cores"
     ),
     Claim(

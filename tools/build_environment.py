@@ -7,7 +7,7 @@ Every entry to the build uses this file, so all of them give the same answer:
     CMake         build_environment.py cmake         versions and paths of torch and UCX, as CMake code
 
 The numbers (oldest Python, oldest torch) are read from setup.cfg, where pip reads them too. This file must
-run on any Python 3.8 without packages: it is what tells the user that theirs is too old.
+run on any Python 3.8 without packages: it tells the user if their Python is too old.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     python tools/gpu_check.py rehearse          the same procedure with CPU tests and one that hangs, in half a minute
     python tools/gpu_check.py rehearse-all      all steps without a GPU, with CPU tests instead of GPU tests
 
-The torch belongs to the Python that runs this; it is a CUDA build, and nothing here replaces it. The environment,
+This program uses the torch of the Python that runs it, a CUDA build, and never replaces it. The environment,
 .venv-gpu, sees the packages beside that torch and adds missing ones, from FOLDER if --wheels names it. The compiled
 extension in FOLDER is used if it can be imported. Otherwise one is built.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The seconds that a program has to write its results when its time is up, and those for writing stacks.
+# The seconds that a program has to write its results when its time is up, and the seconds for writing stacks.
 LAST_WORDS_S = 10.0
 STACKS_S = 20.0
 
@@ -58,7 +58,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
     """
     if process.poll() is None:  # otherwise only leftovers of it are ended
         results_s = LAST_WORDS_S * 0.6
-        _send(process.pid, signal.SIGINT)  # pytest-xdist passes it on to its workers
+        _send(process.pid, signal.SIGINT)  # pytest-xdist passes the signal on to its workers
         _wait_until(lambda: process.poll() is not None, results_s)
         # The processes write one after the other, while the rest is stopped: they share the log, and would garble it.
         for pid in processes_of(process.pid):

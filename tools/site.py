@@ -43,7 +43,7 @@ MODULES = (
     "checkpoint.remote_modules",
 )
 
-# Links count outside of code only, fenced or not.
+# Links in code do not count, fenced or not.
 PART = re.compile(
     r"^```.*?^```[ ]*$|`[^`\n]*`|(?P<text>\[(?:[^\]\[]|\[[^\]]*\])*\]\()(?P<target>[^()\s]+)\)",
     re.MULTILINE | re.DOTALL,
@@ -148,8 +148,8 @@ def complaints() -> Iterator[str]:
 
 
 def undocumented_of(named: griffe.Object, path: str) -> Iterator[str]:
-    """Return those of an object. A class adds its methods and properties; its docstring describes its other
-    attributes."""
+    """Return the undocumented names of an object. A class adds its methods and properties; its docstring describes its
+    other attributes."""
     if (named.is_class or named.is_function) and named.docstring is None:
         yield path
     if named.is_class:
