@@ -27,7 +27,7 @@ MUTANTS = (
         "  if (status == UCS_ERR_IO_ERROR || status == UCS_ERR_ENDPOINT_TIMEOUT) {\n    if (Error files",
         (
             "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
-            "AConnectionThatACardBreaksIsThePeers",
+            "ConnectionThatACardBreaksCountsAsThePeersFailure",
         ),
     ),
     Mutant(

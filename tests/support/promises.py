@@ -64,7 +64,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "the error of its UCX connection": ("test_calls_to_a_process_killed_elsewhere_fail_in_a_second",),
         "after `heartbeat_limit` and": ("HeartbeatTest", "test_a_silent_host_is_lost_after_the_limit"),
         "its goodbye": (
-            "GoodbyeOfAPeerIsItsEndInGoodOrder",
+            "GoodbyeEndsAPeerInGoodOrder",
             "test_a_worker_leaves_although_others_go_on_calling_it",
         ),
         "**A lost worker stays lost.**": (
@@ -78,7 +78,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
             "verbs killed",
             "EndOfALifelineLosesASilentPeerLongBeforeTheLimit",
-            "AConnectionThatACardBreaksIsThePeers",
+            "ConnectionThatACardBreaksCountsAsThePeersFailure",
             "test_workers_with_shared_memory_notice_a_death",
             "UcxLogOfTheDeadTest",
         ),
@@ -97,7 +97,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "QueueRepairTest",
         ),
         "If a writer is stopped (SIGSTOP) within a message": (
-            "DeafWorkerHearsOverTheNetworkAndTheRestLater",
+            "NetworkReachesADeafWorkerAndARepairDeliversTheRest",
             "DeafWorkerTellsItsNeighboursOverTheNetwork",
             "test_worker_blocked_by_a_stopped_writer_is_still_reached",
         ),
@@ -220,7 +220,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A request whose caller has given up is dropped before it runs": (
             "RequestWhoseCallerHasGivenUpIsNotRun",
             "test_rref_in_an_abandoned_call_is_freed",
-            "RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp",
+            "RequestsThatOthersNeedMustExecute",
         ),
         # Overload
         "Calls beyond the receive window": (
@@ -237,7 +237,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Messages larger than the window arrive": ("test_messages_larger_than_the_window_pass",),
         # Shortages
         "Without memory for a message, only its call fails": ("test_out_of_memory_fails_one_call_and_names_the_place",),
-        "If a tensor of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
+        "If a tensor of a message cannot be sent": ("MessageWithATensorThatCannotBeSentEndsOnBothSides",),
         "its call ends at its timeout": ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
         "Without a file descriptor for a connection, the call": (
             "test_out_of_files_only_the_call_that_connects_fails",
@@ -245,7 +245,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A later call connects": ("test_out_of_files_only_the_call_that_connects_fails",),
         "If file descriptors run out, no living worker is lost": (
             "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
-            "AProcessThatLivesIsNotTakenForEndedForWantOfFiles",
+            "LivingProcessIsNotTakenForEndedIfNoFileIsLeft",
             "test_a_worker_with_all_files_open_keeps_its_peers",
             "test_out_of_files_while_connecting_no_peer_is_lost",
             "test_out_of_files_on_one_core_no_peer_is_lost",

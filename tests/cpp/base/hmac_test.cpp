@@ -32,13 +32,13 @@ TEST(HmacTest, MatchesTheVectorsOfTheRfc) {
       "60e431591ee0b67f0d8a26aacbf5b77f");
 }
 
-TEST(HmacTest, PartsCountAsOne) {
+TEST(HmacTest, TagOfPartsIsTheTagOfTheWhole) {
   Hmac hmac("Jefe");
   const Hmac::Tag whole = hmac.of({bytesOf("what do ya want for nothing?")});
   EXPECT_EQ(hmac.of({bytesOf("what do ya "), {}, bytesOf("want for nothing?")}), whole) << "and again each time";
 }
 
-TEST(HmacTest, TagsAreEqualOnlyIfAllOfThemIs) {
+TEST(HmacTest, TagsAreEqualOnlyIfEveryByteIsEqual) {
   Hmac hmac("key");
   const Hmac::Tag tag = hmac.of({});
   EXPECT_TRUE(Hmac::areEqual(tag, hmac.of({})));

@@ -213,7 +213,7 @@ TEST_P(DeviceMemoryTest, ReleasedMemoryIsHeldWhileAnyStreamUsesIt) {
   }
 }
 
-TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
+TEST_P(DeviceMemoryTest, NewTensorsDoNotWaitForHeldMemory) {
   startWith(keep(), {{fake(1), fake()}});
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5, fake(1))}));
   std::vector<Look> looks;
@@ -280,7 +280,7 @@ TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
 
 // At the end of a process RMM may be gone before the last tensors. (Each process has its own pool, so the test needs a
 // new process.)
-TEST_P(DeviceMemoryTest, NothingIsGivenBackOnceItHasStopped) {
+TEST_P(DeviceMemoryTest, StoppedPoolGivesNothingBack) {
   GTEST_FLAG_SET(death_test_style, "threadsafe"); // starts the new process without threads
   EXPECT_EXIT(
       {
@@ -447,7 +447,7 @@ TEST_P(EntryPointsTest, MemoryAllocatedForALostPeerIsReleased) {
 // ------------------------------------------------------------------------------------------------- what torch has
 
 // As after torch.cuda.memory.change_current_allocator, tensors use another allocator than the registered one.
-TEST_F(DeviceTest, ReplacedAllocatorOfTorchIsAsked) {
+TEST_F(DeviceTest, AllocatorThatReplacesTorchsIsUsed) {
   c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
   EXPECT_EQ(allocatorOf(kFake), &device_);
   c10::SetAllocator(kFake, &device_, 1);

@@ -126,7 +126,7 @@ TEST(HostPoolTest, SmallRequestsAreNotPooled) {
   EXPECT_EQ(statistics.inUseBytes + statistics.cachedBytes + statistics.hits + statistics.misses, 0u);
 }
 
-TEST(HostPoolTest, NothingIsAllocatedForNothing) {
+TEST(HostPoolTest, ZeroBytesNeedNoAllocation) {
   HostPool pool(64 * kMiB);
   EXPECT_EQ(pool.allocate(0).get(), nullptr);
 }

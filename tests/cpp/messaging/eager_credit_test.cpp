@@ -82,7 +82,7 @@ TEST_F(EagerCreditTest, AllSendersTogetherStayWithinOneBudget) {
   }
 }
 
-TEST_F(EagerCreditTest, PartsThatAreAnnouncedAreShared) {
+TEST_F(EagerCreditTest, WorkersShareTheNumberOfAnnouncedParts) {
   EXPECT_EQ(share_.parts(), PushShare::kMaxParts);
   share_.setWorkers(1025);
   EXPECT_EQ(share_.parts(), 4u);
@@ -101,7 +101,7 @@ TEST_F(EagerCreditTest, RoomComesBackWhenACallEnds) {
   EXPECT_TRUE(take(next, kMost));
 }
 
-TEST_F(EagerCreditTest, PeersHaveACreditEach) {
+TEST_F(EagerCreditTest, EachPeerHasItsOwnCredit) {
   EagerCredit one;
   EagerCredit other;
   EXPECT_TRUE(one.take(peer_, kMost, share_));

@@ -271,7 +271,7 @@ TEST_F(OutboxTest, ErrorOfThePeerFailsEverything) {
   EXPECT_FALSE(outbox_.hasStranded());
 }
 
-TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithThat) {
+TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithTheReasonOfItsEnd) {
   ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
   send(Kind::kRequest, 1);
   sendLarge(Kind::kRequest, 2);
@@ -327,7 +327,7 @@ TEST_F(OutboxTest, AnswersDoNotWaitForRequestsNorOnePeerForAnother) {
   EXPECT_EQ(transport_.sent.back().endpoint, *connections_.of(other_).endpoint());
 }
 
-TEST_F(OutboxTest, MessageOfMorePartsThanTheLimitLeavesAlone) {
+TEST_F(OutboxTest, MessageWithMorePartsThanTheLimitIsSentByItself) {
   sendLarge(Kind::kRequest, 1);
   const Bytes memory(1);
   std::unique_ptr<OutgoingMessage> large = message(Kind::kRequest, 2);

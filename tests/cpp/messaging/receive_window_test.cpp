@@ -60,7 +60,7 @@ TEST_F(ReceiveWindowTest, LargerThanTheWindowIsAdmittedAlone) {
   EXPECT_TRUE(window_->tryAdmit(kRequest, 1, small));
 }
 
-TEST_F(ReceiveWindowTest, SizesNearTheEndOfTheNumbersDoNotWrap) {
+TEST_F(ReceiveWindowTest, SizesNearTheLargestNumberDoNotWrap) {
   Admission first;
   Admission second;
   EXPECT_TRUE(window_->tryAdmit(kRequest, 500, first));
@@ -88,7 +88,7 @@ TEST_F(ReceiveWindowTest, MemoryOfDevicesHasABoundOfItsOwn) {
   EXPECT_TRUE(window_->tryAdmit(kRequest, 1000, more, 2 * kDevices)) << "alone";
 }
 
-TEST_F(ReceiveWindowTest, AdmitAsksNoPeer) {
+TEST_F(ReceiveWindowTest, AdmitIgnoresTheLimit) {
   Admission first;
   Admission second;
   window_->admit(kRequest, 900, first);

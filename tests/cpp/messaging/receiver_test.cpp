@@ -169,7 +169,7 @@ TEST_F(ReceiverTest, PieceThatHasComeIsASignOfLife) {
   EXPECT_TRUE(connections_.of(peer_).silence.heardSinceCheck);
 }
 
-TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
+TEST_F(ReceiverTest, ReceiverIsBusyUntilEnoughHasArrived) {
   EXPECT_FALSE(receiver_.isBusy(100 * Receiver::kReceivingBytes)) << "nothing is, so that anything may be";
   const Receiver::Clock::time_point before = Receiver::Clock::now();
   start(announced(Kind::kRequest, 1, 100, rendezvous(10, 100)));
@@ -182,7 +182,7 @@ TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, before));
 }
 
-TEST_F(ReceiverTest, MemoryOfDevicesIsBusyByItself) {
+TEST_F(ReceiverTest, MemoryOfDevicesIsCountedSeparately) {
   const Receiver::Clock::time_point before = Receiver::Clock::now();
   Receiver::Announced message = announced(Kind::kRequest, 1, 100, rendezvous(10, 100));
   message.deviceBytes = Receiver::kReceivingDeviceBytes;

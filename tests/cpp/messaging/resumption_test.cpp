@@ -178,7 +178,7 @@ TEST_F(ResumptionTest, ReceiveOverAnEndpointThatThePeerHasReplacedIsBegunAgain) 
 }
 
 // The receiver had made more endpoints than the sender, so UCX has made this end by itself.
-TEST_F(ResumptionTest, ReceiveOverAnEndpointOfUcxsMakingIsBegunAgain) {
+TEST_F(ResumptionTest, ReceiveOverAnEndpointMadeByUcxIsBegunAgain) {
   network_.makeOriginsInternal();
   resetSenderDuringAReceive();
   EXPECT_EQ(notesOfTwo(), Notes{"request 1"});
@@ -195,7 +195,7 @@ TEST_F(ResumptionTest, SlowReceiveOutlastsAnotherAnnouncementOverItsEndpoint) {
   EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u);
 }
 
-TEST_F(ResumptionTest, AnAnswerAcknowledgesItsRequestAndAPauseTheAnswer) {
+TEST_F(ResumptionTest, AnswerAcknowledgesItsRequestAndIsItselfAcknowledgedLater) {
   post(Kind::kRequest, 1);
   exchangeAll();
   two_.messenger.post(two_.peer(0), Kind::kResponse, 1, makeOutgoing(4));

@@ -179,7 +179,7 @@ TEST_F(SentMessagesTest, AnswerDiesRightAfterItsTaskOnTheSameThread) {
   EXPECT_EQ(alive_.use_count(), 1) << "the task that runs holds the agent, if anything does";
 }
 
-TEST_F(SentMessagesTest, WithoutAnAgentItIsDestroyedAtOnce) {
+TEST_F(SentMessagesTest, WithoutAnAgentMessageIsDestroyedAtOnce) {
   alive_.reset();
   destroy(message(true));
   EXPECT_EQ(threads(), std::vector<std::thread::id>{std::this_thread::get_id()}) << "no thread is left for it";

@@ -160,7 +160,7 @@ TEST_F(DirectoryTest, RemovedWorkerIsKnownByItsSessionAlone) {
   EXPECT_EQ(ranksOf(directory_.all()), (Ranks{0, 2}));
 }
 
-TEST_F(DirectoryTest, RemovingOneWhosePlaceIsTakenLeavesTheTaker) {
+TEST_F(DirectoryTest, RemovingAReplacedWorkerKeepsTheNewOne) {
   Peer& gone = directory_.at(Rank{1});
   end(gone, Peer::State::kFailed);
   directory_.add(member(1, "w1", 200));

@@ -121,14 +121,14 @@ TEST_F(ProcessWatchTest, ProcessThatHasEndedIsNotWatched) {
   EXPECT_EQ(ends_, 0);
 }
 
-TEST_F(ProcessWatchTest, AnotherProcessOfTheSameIdIsNotTheOneThatWas) {
+TEST_F(ProcessWatchTest, AnotherProcessWithTheSameIdDoesNotCountAsTheMember) {
   const Child child;
   Member member = memberOf(child.pid());
   member.processStartTime -= 1;
   EXPECT_EQ(watch_.add(member, self_, [] {}), ProcessWatch::Outcome::kHasEnded);
 }
 
-TEST_F(ProcessWatchTest, AProcessThatLivesIsNotTakenForEndedForWantOfFiles) {
+TEST_F(ProcessWatchTest, LivingProcessIsNotTakenForEndedIfNoFileIsLeft) {
   Child child;
   const Member member = memberOf(child.pid());
   // One file can still be opened: it gets the lowest free number.

@@ -25,7 +25,7 @@ TEST_F(AgentTest, LostRequestFailsAtItsDeadline) {
   EXPECT_EQ(metric(0, "agent.client_active_calls"), 0u);
 }
 
-TEST_F(AgentTest, AgentsTimeoutHoldsWhereACallHasNone) {
+TEST_F(AgentTest, CallWithoutATimeoutHasTheAgentsTimeout) {
   AgentOptions options;
   options.rpcTimeout = milliseconds(80);
   start(2, &echo, options);
@@ -51,7 +51,7 @@ TEST_F(AgentTest, TimeoutZeroMeansNone) {
   EXPECT_EQ(textOf(*answer(endless)), "endless");
 }
 
-TEST_F(AgentTest, TimeoutsComeWhileEveryHandlerIsBlocked) {
+TEST_F(AgentTest, CallsTimeOutWhileEveryHandlerIsBlocked) {
   AgentOptions options;
   options.numWorkerThreads = 12;
   start(
@@ -108,7 +108,7 @@ TEST_F(AgentTest, DoubledMessagesCompleteACallOnce) {
   }
 }
 
-TEST_F(AgentTest, DoubledPartsOfALargeMessageFailTheCallOrNot) {
+TEST_F(AgentTest, DoubledPartsGiveTheRightAnswerOrAnErrorThatSaysSo) {
   start(2);
   network_.setFault([](const wire::Header& /*header*/, SendMode /*mode*/) { return Fate::kDuplicate; });
   for (int number = 0; number < 20; ++number) {
@@ -155,7 +155,7 @@ TEST_F(AgentTest, PartsThatArriveInReverseAreJoined) {
   }
 }
 
-TEST_F(AgentTest, SendThatFailsFailsItsCallAtOnceAndNamesThePeer) {
+TEST_F(AgentTest, FailedSendFailsItsCallAtOnceAndNamesThePeer) {
   start(2);
   fault(wire::Kind::kRequest, 0, Fate::kFail);
   const std::string what = failure(call(0, 1, "f", {}, 3600.f));
@@ -167,7 +167,7 @@ TEST_F(AgentTest, SendThatFailsFailsItsCallAtOnceAndNamesThePeer) {
   EXPECT_TRUE(contains(failure(call(0, 1, "f", {tensorOf(kMiB)}, 3600.f)), "worker 'w1'"));
 }
 
-TEST_F(AgentTest, MessageOfWhichOneTensorCannotLeaveEndsOnBothSides) {
+TEST_F(AgentTest, MessageWithATensorThatCannotBeSentEndsOnBothSides) {
   start(2);
   for (const wire::Kind kind : {wire::Kind::kRequest, wire::Kind::kResponse}) {
     network_.setFault([kind](const wire::Header& header, SendMode mode) {
@@ -245,7 +245,7 @@ AgentOptions shortHeartbeats() {
   return options;
 }
 
-TEST_F(AgentTest, PeerThatFallsSilentIsLostAndSoAreTheCallsToIt) {
+TEST_F(AgentTest, SilentPeerIsLostAndCallsToItFail) {
   start(3, echoBehindGate(), shortHeartbeats());
   const Future pending = call(0, 1, "block");
   ASSERT_TRUE(eventually([this] { return gate_->waiting() == 1; }));
@@ -338,7 +338,7 @@ TEST_F(AgentTest, CancelFreesAMessageThatArrivedInPart) {
 
 // -------------------------------------------------------------------------------------------------------- the outbox
 
-TEST_F(AgentTest, LargeMessagesWaitForTheirTurnWhereTheyCostTheReceiverNothing) {
+TEST_F(AgentTest, LargeMessagesBeyondTheLimitWaitAtTheirSender) {
   constexpr size_t kMore = 10;
   start(2);
   std::atomic<size_t> announced{0};
@@ -396,7 +396,7 @@ TEST_F(AgentTest, AllLargeMessagesGetTheirTurn) {
 }
 
 // One message may have more parts than may be in flight.
-TEST_F(AgentTest, MessageOfManyTensorsLeavesAlone) {
+TEST_F(AgentTest, MessageWithMorePartsThanTheLimitIsSentByItself) {
   start(2);
   std::vector<at::Tensor> sent;
   for (size_t count = 0; count < PushShare::kMaxParts + 1; ++count) {

@@ -110,7 +110,7 @@ TEST_F(AgentIntruderTest, MalformedRequestIsAnsweredWithAnError) {
   EXPECT_EQ(textOf(*answer(call(1, 0, "ok"))), "ok");
 }
 
-TEST_F(AgentIntruderTest, AnswerOfAnotherWorkerThanTheOneCalledIsIgnored) {
+TEST_F(AgentIntruderTest, AnswerFromAWorkerThatWasNotCalledIsIgnored) {
   becomeMember();
   const Future future = call(0, 1, "block"); // the first call of worker 0: id 0
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));

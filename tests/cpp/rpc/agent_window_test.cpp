@@ -51,7 +51,7 @@ TEST_F(AgentWindowTest, MessageLargerThanTheWindowPassesAlone) {
 }
 
 // The window cannot hold back eager bodies, so the sender limits them.
-TEST_F(AgentWindowTest, ManyBodiesThatAreSmallWaitAtTheSender) {
+TEST_F(AgentWindowTest, ManySmallBodiesWaitAtTheSender) {
   std::atomic<uint64_t> eagerBytes{0};
   constexpr size_t kCalls = 300;
   const std::string text(60 * kKiB, 'x');
@@ -81,7 +81,7 @@ TEST_F(AgentWindowTest, ManyBodiesThatAreSmallWaitAtTheSender) {
   network_.setFault({});
 }
 
-TEST_F(AgentWindowTest, HandlerThatKeepsItsTensorsDoesNotStallIt) {
+TEST_F(AgentWindowTest, HandlerThatKeepsItsTensorsDoesNotStallTheWindow) {
   std::mutex mutex;
   std::vector<at::Tensor> kept;
   start(
@@ -128,7 +128,7 @@ TEST_F(AgentWindowTest, NestedLargeCallsBothWaysDoNotDeadlock) {
 
 // If handlers wait for each other without calls of their own, the window is stalled. It admits one more message after a
 // while.
-TEST_F(AgentWindowTest, StalledWindowLetsTheNextOneIn) {
+TEST_F(AgentWindowTest, StalledWindowAdmitsTheNextMessage) {
   start(
       2,
       [this](Message& request) {

@@ -56,7 +56,7 @@ TEST_F(CallClientTest, CallToOneselfIsAnsweredWithoutTheTransport) {
   EXPECT_EQ(textOf(*answer(future)), "own answer");
 }
 
-TEST_F(CallClientTest, CalleesExceptionIsTheFailureInItsOwnWords) {
+TEST_F(CallClientTest, CalleesExceptionFailsTheCallWithItsOwnText) {
   const Future future = call();
   const uint64_t id = arrivedCall();
   answerWith(id, rpc::createExceptionResponse("ValueError: boom", static_cast<int64_t>(id)));
@@ -77,7 +77,7 @@ TEST_F(CallClientTest, AnswerThatCannotBeReadFailsItsCall) {
       << failed->what();
 }
 
-TEST_F(CallClientTest, LateAnswerAndThatOfAnotherWorkerAreDropped) {
+TEST_F(CallClientTest, LateAnswersAndAnswersOfOtherWorkersAreDropped) {
   const Future future = call();
   const uint64_t id = arrivedCall();
   three_.messenger.post(
@@ -198,7 +198,7 @@ TEST_F(CallClientTest, CallsToAPeerThatIsLostFailAndOthersDoNot) {
   EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
-TEST_F(CallClientTest, CallsToAPeerThatHasLeftOrIsLeavingFailAsSuch) {
+TEST_F(CallClientTest, CallsToAPeerThatLeavesOrHasLeftFailWithThatReason) {
   ASSERT_TRUE(one_.peer(1).moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, "it is leaving the group"}));
   const auto leaving = rpcFailure(call());
   ASSERT_TRUE(leaving);
@@ -211,7 +211,7 @@ TEST_F(CallClientTest, CallsToAPeerThatHasLeftOrIsLeavingFailAsSuch) {
   EXPECT_TRUE(contains(left->what(), "has shut down")) << left->what();
 }
 
-TEST_F(CallClientTest, NoticesToAPeerThatIsGoneAreTakenAsReceived) {
+TEST_F(CallClientTest, NoticesToAPeerThatIsGoneCountAsReceived) {
   const Future before = call("", milliseconds(0), MessageType::RREF_USER_DELETE);
   endCallee(Peer::State::kFailed, ErrorCode::kPeerFailed, "it died");
   EXPECT_EQ(answer(before)->type(), MessageType::RREF_ACK) << "torch would send it again for ever";
@@ -227,7 +227,7 @@ TEST_F(CallClientTest, RequestThatDidNotLeaveFailsItsCall) {
   EXPECT_TRUE(contains(failed->what(), "could not send to worker 'w1'")) << failed->what();
 }
 
-TEST_F(CallClientTest, RefusalIsAFailureByItsReason) {
+TEST_F(CallClientTest, RefusalFailsTheCallWithItsReason) {
   const struct {
     ErrorCode code;
     Kind kind;

@@ -75,7 +75,7 @@ TEST_F(CallTableTest, IdsAreNotUsedAgain) {
   EXPECT_EQ(table_.opened(), 2u);
 }
 
-TEST_F(CallTableTest, TellsWhenADeadlineIsTheFirstToCome) {
+TEST_F(CallTableTest, TellsWhetherADeadlineIsTheEarliest) {
   const Clock::time_point now = Clock::now();
   open(*a_);
   EXPECT_FALSE(isEarliest_) << "without a deadline";
@@ -120,7 +120,7 @@ TEST_F(CallTableTest, EqualDeadlinesExpireTogether) {
   EXPECT_EQ(table_.takeExpired(due, next).size(), 5u);
 }
 
-TEST_F(CallTableTest, TakeAllToTakesOnePeersCalls) {
+TEST_F(CallTableTest, TakeAllCanTakeTheCallsOfOnePeer) {
   const Clock::time_point due = Clock::now();
   for (int count = 0; count < 6; ++count) {
     open(count % 2 == 0 ? *a_ : *b_, count < 3 ? due : kNever);
@@ -133,7 +133,7 @@ TEST_F(CallTableTest, TakeAllToTakesOnePeersCalls) {
   EXPECT_EQ(table_.size(), 2u);
 }
 
-TEST_F(CallTableTest, TakeAllLeavesNothingAndCanGoOn) {
+TEST_F(CallTableTest, TableIsEmptyAndUsableAfterTakeAll) {
   const Clock::time_point due = Clock::now();
   for (int count = 0; count < 6; ++count) {
     open(*a_, count < 3 ? due : kNever);

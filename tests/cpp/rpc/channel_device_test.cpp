@@ -84,7 +84,7 @@ TEST_F(ChannelDeviceTest, ValuesGoToTheMappedDevice) {
   EXPECT_TRUE(looks[1].hasSeen(8));
 }
 
-TEST_F(ChannelDeviceTest, ValuesOfTheHostComeBesideThoseOfADevice) {
+TEST_F(ChannelDeviceTest, AValueMayHaveTensorsOfTheHostAndOfADevice) {
   startWithMap(same_);
   put({onDevice(kLarge, 7), at::ones({kSmall}), at::ones({kLarge})});
   Channel& channel = agent(1).channel();
@@ -109,7 +109,7 @@ TEST_F(ChannelDeviceTest, APostedTensorIsFilledInTheOrderOfItsStream) {
   }
 }
 
-TEST_F(ChannelDeviceTest, AValueForNoDeviceIsRefusedAtOnce) {
+TEST_F(ChannelDeviceTest, ValueOfADeviceWithoutAMapIsRefusedAtOnce) {
   startWithMap({});
   try {
     put({onDevice(kSmall, 7)});

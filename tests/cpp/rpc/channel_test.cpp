@@ -264,7 +264,7 @@ TEST_F(ChannelTest, EndOfAnEpochIsToldToEachSenderOnce) {
   network_.setFault({});
 }
 
-TEST_F(ChannelTest, EpochEndsAWaitWhenItsTensorIsWrittenNoMore) {
+TEST_F(ChannelTest, EpochEndsAWaitOnlyOnceItsTensorIsNoLongerWritten) {
   startInEpoch(2);
   const at::Tensor into = at::zeros({kMiB}, at::kByte);
   const auto expected = post(1, 0, "x", std::vector<at::Tensor>{into});
@@ -311,7 +311,7 @@ TEST_F(ChannelTest, EarlierEpochsOfAllGroupsEndTogether) {
   EXPECT_EQ(channel(1).counts().untakenBytes, 2 * kMiB) << "a late value is dropped";
 }
 
-TEST_F(ChannelTest, ValueThatComesAfterATimeoutWaitsForTheNextOne) {
+TEST_F(ChannelTest, ValueThatComesAfterATimeoutGoesToTheNextWait) {
   startInEpoch(2);
   const at::Tensor first = at::zeros({kMiB});
   const std::string what = failureOf(1, post(1, 0, "x", std::vector<at::Tensor>{first}), milliseconds(50));
@@ -321,7 +321,7 @@ TEST_F(ChannelTest, ValueThatComesAfterATimeoutWaitsForTheNextOne) {
   EXPECT_TRUE(first.equal(at::zeros({kMiB})));
 }
 
-TEST_F(ChannelTest, ValueOfAWaitThatHasEndedGoesToTheNextThatWaitsAlready) {
+TEST_F(ChannelTest, ValueOfAnEndedWaitGoesToTheNextWait) {
   startInEpoch(2);
   const at::Tensor first = at::zeros({kMiB}, at::kByte);
   const auto ended = post(1, 0, "x", std::vector<at::Tensor>{first});
@@ -340,7 +340,7 @@ TEST_F(ChannelTest, ValueOfAWaitThatHasEndedGoesToTheNextThatWaitsAlready) {
   EXPECT_EQ(take(1, 0, "x").front().numel(), 2) << "each value is taken once";
 }
 
-TEST_F(ChannelTest, WaitEndsAtItsTimeWithoutAnEvent) {
+TEST_F(ChannelTest, WaitTimesOutWithoutAnEvent) {
   startInEpoch(2);
   // A driver sleeps for half a second, unless something wakes it. A busy machine may be late a few times.
   bool endsEarlier = false;

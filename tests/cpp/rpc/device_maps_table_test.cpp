@@ -24,7 +24,7 @@ TEST(DeviceMapsTableTest, WithoutMapsTensorsStayWhereTheyAre) {
   EXPECT_TRUE(maps.devicesInUse().get().empty());
 }
 
-TEST(DeviceMapsTableTest, RequestsAndAnswersHaveAMapOfEachWorker) {
+TEST(DeviceMapsTableTest, RequestsAndAnswersHaveAMapForEachWorker) {
   DeviceMaps maps;
   maps.set({{"w1", {{kFirst, kSecond}}}}, {{"w2", {{kSecond, kFirst}}}}, {kFirst, kSecond});
   EXPECT_TRUE(maps.hasAny());
@@ -35,7 +35,7 @@ TEST(DeviceMapsTableTest, RequestsAndAnswersHaveAMapOfEachWorker) {
   EXPECT_TRUE(maps.forRequestsTo("a stranger").empty());
 }
 
-TEST(DeviceMapsTableTest, OneDirectionIsEnoughToHaveAny) {
+TEST(DeviceMapsTableTest, MapsOfOneDirectionAreEnough) {
   DeviceMaps maps;
   maps.set({}, {{"w1", {{kFirst, kSecond}}}}, {kFirst});
   EXPECT_TRUE(maps.hasAny());
@@ -64,7 +64,7 @@ TEST(DeviceMapsTableTest, ListOfDevicesThatWasReadStaysAsItWas) {
   EXPECT_EQ(&maps.devicesInUse().get(), &maps.devices());
 }
 
-TEST(DeviceMapsTableTest, DevicesCopiedThroughTheHostBringOneWarning) {
+TEST(DeviceMapsTableTest, DevicesCopiedThroughTheHostCauseOneWarning) {
   std::vector<std::string> warnings;
   setWarningReceiver([&](const std::string& sentence) { warnings.push_back(sentence); });
   DeviceMaps maps(0, {ErrorCode::kDeviceFailed, "UCX has no CUDA"});

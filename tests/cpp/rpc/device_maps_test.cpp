@@ -39,7 +39,7 @@ TEST_F(DeviceMapsTest, TensorsArriveWhereTheMapSays) {
   }
 }
 
-TEST_F(DeviceMapsTest, MapThatIsGivenWithARequestComesFirst) {
+TEST_F(DeviceMapsTest, MapGivenWithARequestReplacesTheWorkersMap) {
   startWith(keep(), same_);
   const Future future = agent(0).send(
       agent(0).getWorkerInfo("w1"),
@@ -50,7 +50,7 @@ TEST_F(DeviceMapsTest, MapThatIsGivenWithARequestComesFirst) {
   EXPECT_TRUE(received_.at(0).is_cpu());
 }
 
-TEST_F(DeviceMapsTest, TensorsThatShareMemoryStillDo) {
+TEST_F(DeviceMapsTest, TensorsThatShareMemoryStillShareIt) {
   startWith(keep(), same_);
   const at::Tensor base = onDevice(kLarge, 1);
   (void)answerWhileRunning(call(0, 1, "", {base, base.narrow(0, 10, 20), onDevice(kLarge, 2, fake(1))}));

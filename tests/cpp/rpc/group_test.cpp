@@ -229,7 +229,7 @@ TEST_F(GroupTest, JoinReturnsWhenNoCallIsOpen) {
   EXPECT_TRUE(worker(1).monitor.isEverybodyLeaving());
 }
 
-TEST_F(GroupTest, JoinThatTimesOutIsABarrierThatFailed) {
+TEST_F(GroupTest, JoinThatTimesOutFailsLikeABarrier) {
   start(2);
   const auto failed = rpcFailureOf([&] { worker(0).group.join(milliseconds(1), kPatience); });
   ASSERT_TRUE(failed);
@@ -264,7 +264,7 @@ TEST_F(GroupTest, CallbackHearsOfEachPeerThatIsGoneOnAnAgentThread) {
   EXPECT_TRUE(isAgentThread.load());
 }
 
-TEST_F(GroupTest, CallbackThatIsTakenBackHearsNothing) {
+TEST_F(GroupTest, RemovedCallbackHearsNothing) {
   start(2);
   std::atomic<int> calls{0};
   worker(0).group.setOnGone([&](const Peer&) { calls.fetch_add(1); });

@@ -92,7 +92,7 @@ TEST_F(PeerMonitorTest, ObserversHearOfAnEndOnceInOrderAfterTheStateHasChanged) 
   EXPECT_EQ(one_.peer(2).state(), State::kPresent);
 }
 
-TEST_F(PeerMonitorTest, GoodbyeOfAPeerIsItsEndInGoodOrder) {
+TEST_F(PeerMonitorTest, GoodbyeEndsAPeerInGoodOrder) {
   two_.messenger.postControl(two_.peer(0), {wire::Kind::kGoodbye});
   one_.takeIn();
   EXPECT_EQ(takeNotes(), told("w1 left"));
@@ -140,7 +140,7 @@ TEST_F(PeerMonitorTest, ClosedAgentLosesNoPeer) {
   EXPECT_EQ(one_.peer(1).state(), State::kPresent);
 }
 
-TEST_F(PeerMonitorTest, PeersThatVanishAfterAGracefulJoinAreInOrder) {
+TEST_F(PeerMonitorTest, PeersThatVanishAfterAGracefulJoinAreNotLost) {
   EXPECT_FALSE(monitor_.isEverybodyLeaving());
   monitor_.setEverybodyLeaving();
   EXPECT_TRUE(monitor_.isEverybodyLeaving());
@@ -173,7 +173,7 @@ TEST_F(PeerMonitorTest, GoodbyeIsHeardByPeersThatWereMetAndByNeighbours) {
   EXPECT_EQ(heard(strangers, three), Notes{"goodbye 0"}) << "which watches this worker's process";
 }
 
-TEST_F(PeerMonitorTest, GoodbyeIsForOthersThatAreThere) {
+TEST_F(PeerMonitorTest, GoodbyeGoesOnlyToOthersThatAreThere) {
   for (Peer* peer : one_.directory.all()) {
     peer->isMet.store(true);
   }
@@ -195,7 +195,7 @@ TEST_F(PeerMonitorTest, NoWorkerSaysGoodbyeWhenAllLeave) {
 
 // ------------------------------------------------------------------------------------------------- silence elsewhere
 
-TEST_F(PeerMonitorTest, EachPeriodLooksWhetherThisWorkerIsDeafOverSharedMemory) {
+TEST_F(PeerMonitorTest, EachPeriodRequestsARepairOfSharedMemory) {
   auto owned = std::make_unique<SendingTransport>();
   SendingTransport& transport = *owned;
   TestWorker worker(std::move(owned), 2, membersOf(3), others_.all);
@@ -232,7 +232,7 @@ TEST_F(PeerMonitorTest, PeerThatStaysSilentIsLostAfterTheLimit) {
       << one_.peer(1).whyGone().message();
 }
 
-TEST_F(PeerMonitorTest, WaitingMessageIsNoSilence) {
+TEST_F(PeerMonitorTest, PeerWithAnUnreadMessageIsNotSilent) {
   monitor_.watch(memberOf(0), one_.directory.all());
   one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   for (int time = 0; time < 100; ++time) {
@@ -242,7 +242,7 @@ TEST_F(PeerMonitorTest, WaitingMessageIsNoSilence) {
   EXPECT_EQ(takeNotes(), Notes{});
 }
 
-TEST_F(PeerMonitorTest, ClosedAgentAsksNoPeer) {
+TEST_F(PeerMonitorTest, ClosedAgentPingsNoPeer) {
   monitor_.watch(memberOf(0), one_.directory.all());
   one_.messenger.postControl(one_.peer(1), {wire::Kind::kAcknowledge});
   one_.lifetime.close();

@@ -115,14 +115,14 @@ TEST_F(ReportsTest, OpenCallsAndTimeoutsAreCounted) {
   network_.setFault({});
 }
 
-TEST_F(ReportsTest, OptionsAreReportedAsTheyAre) {
+TEST_F(ReportsTest, OptionsAreReported) {
   EXPECT_EQ(metric("agent.num_worker_threads"), options_.numWorkerThreads);
   EXPECT_EQ(metric("agent.thread_pool_size"), options_.numWorkerThreads);
   EXPECT_EQ(metric("agent.max_worker_threads"), options_.maxWorkerThreads);
   EXPECT_EQ(metric("window.limit_bytes"), one_.parts.messenger.window().limitBytes());
 }
 
-TEST_F(ReportsTest, WaitForTheGilIsAnAverageAndOnlyWhereItIsProfiled) {
+TEST_F(ReportsTest, AverageGilWaitIsReportedOnlyIfProfiled) {
   EXPECT_FALSE(reports_.metrics(false).contains("agent.gil_average_wait_time_us"));
   EXPECT_EQ(std::stod(reports_.metrics(true).at("agent.gil_average_wait_time_us")), 0.0);
   reports_.addGilWait(std::chrono::microseconds(10));
@@ -130,7 +130,7 @@ TEST_F(ReportsTest, WaitForTheGilIsAnAverageAndOnlyWhereItIsProfiled) {
   EXPECT_EQ(std::stod(reports_.metrics(true).at("agent.gil_average_wait_time_us")), 17.5);
 }
 
-TEST_F(ReportsTest, DebugInfoIsMetricsAndTheTransportAndItsLanes) {
+TEST_F(ReportsTest, DebugInfoHasMetricsTransportAndLanes) {
   EXPECT_FALSE(reports_.debugInfo(false).contains("lanes.w1")) << "before the first message";
   (void)answer(one_.call(1, "x"));
   const Reports::Texts info = reports_.debugInfo(false);

@@ -53,7 +53,7 @@ TEST_F(RRefCreationTest, CreationThatTimesOutFailsOnceTorchKnowsItsRRef) {
   context.delPendingUser(rref->forkId());
 }
 
-TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
+TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsTimesOutToo) {
   const Future creation = create();
   one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
   EXPECT_EQ(calls_.open(), 1u);
@@ -194,7 +194,7 @@ TEST_F(FailedCreationTest, OwnerThatDiesEndsTheCall) {
   EXPECT_EQ(rpcFailure(creation_)->kind(), Kind::kWorkerLost);
 }
 
-TEST_F(FailedCreationTest, TimeoutEndsTheCallAsBefore) {
+TEST_F(FailedCreationTest, FailedCreationEndsAtItsTimeout) {
   registerRRef();
   fail(id_);
   (void)failureThatIsSent(2);

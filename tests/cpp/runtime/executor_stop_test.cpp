@@ -85,7 +85,7 @@ TEST_F(ExecutorStopTest, StuckThreadsMayOutliveTheirOwner) {
   EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); }));
 }
 
-TEST_F(ExecutorStopTest, StopTwiceIsStopOnce) {
+TEST_F(ExecutorStopTest, SecondStopDoesNothing) {
   start();
   EXPECT_EQ(stop(), 0u);
   EXPECT_EQ(stop(), 0u);

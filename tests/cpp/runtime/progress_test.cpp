@@ -246,7 +246,7 @@ TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
 }
 
 // The timer makes such requests while a device works, which may take seconds.
-TEST_P(ProgressTest, RequestsToLookAgainKeepNoDriverFromSleep) {
+TEST_P(ProgressTest, RequestsToLookAgainDoNotKeepADriverAwake) {
   if (GetParam() == Waiting::kPoll) {
     return; // a polling driver never sleeps
   }
@@ -262,7 +262,7 @@ TEST_P(ProgressTest, RequestsToLookAgainKeepNoDriverFromSleep) {
   }));
 }
 
-TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
+TEST_P(ProgressTest, NoSubmittedOperationIsLostWhileAThreadLeads) {
   constexpr int kThreads = 8;
   constexpr int kEach = 5000;
   std::vector<int> last(kThreads, -1); // guarded by the worker lock, which TSan checks
@@ -317,7 +317,7 @@ TEST_P(ProgressTest, LeadEndsWhenItIsDone) {
   EXPECT_FALSE(lead(a_, [] { return true; }));
 }
 
-TEST_P(ProgressTest, WakeEndsASleepThatIsDone) {
+TEST_P(ProgressTest, WakeEndsASleepWhoseConditionHolds) {
   std::atomic<bool> isDone{false};
   std::thread waker([&] {
     isDone.store(true);
@@ -512,7 +512,7 @@ TEST_P(ProgressTest, CloseComesAfterEarlierOperations) {
   EXPECT_EQ(order, (std::vector<std::string>{"sent", "closed"})) << "a message sent last has to leave";
 }
 
-TEST_P(ProgressTest, CloseAmidSubmissionsLosesNone) {
+TEST_P(ProgressTest, CloseDuringSubmissionsLosesNoOperation) {
   constexpr int kThreads = 4;
   constexpr int kEach = 2000;
   std::atomic<int> total{0};

@@ -38,7 +38,7 @@ class SpinningTest : public testing::Test {
   Clock::time_point now_{std::chrono::hours(1)};
 };
 
-TEST_F(SpinningTest, AutoSpinsOnceWaitsHaveBeenShortAndStopsWhenTheyAreLong) {
+TEST_F(SpinningTest, AutoModeSpinsAfterShortWaitsAndStopsAfterLongOnes) {
   Spinning spinning(Waiting::kAuto, 2);
   EXPECT_FALSE(spinning.isOn(Role::kLeader)) << "nothing is known yet";
   waitShortly(spinning);
@@ -47,7 +47,7 @@ TEST_F(SpinningTest, AutoSpinsOnceWaitsHaveBeenShortAndStopsWhenTheyAreLong) {
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
-TEST_F(SpinningTest, AutoEndsASpinAtItsLimit) {
+TEST_F(SpinningTest, AutoModeEndsASpinAtItsLimit) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning);
   Spinning::Wait wait(spinning, Role::kLeader);
@@ -59,14 +59,14 @@ TEST_F(SpinningTest, AutoEndsASpinAtItsLimit) {
   EXPECT_FALSE(spin(wait));
 }
 
-TEST_F(SpinningTest, LeadersAndWaitingCallersLearnApart) {
+TEST_F(SpinningTest, LeadersAndWaitingCallersAreCountedApart) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning, Role::kWaitingCaller);
   EXPECT_TRUE(spinning.isOn(Role::kWaitingCaller));
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
-TEST_F(SpinningTest, SleepDuringOthersServiceIsNoLongWait) {
+TEST_F(SpinningTest, LeaderThatSleptWhileOthersDroveHadNoLongWait) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning);
   std::vector<Spinning::Wait> guards(10, Spinning::Wait(spinning, Role::kLeader));
@@ -81,7 +81,7 @@ TEST_F(SpinningTest, SleepDuringOthersServiceIsNoLongWait) {
   EXPECT_TRUE(spinning.isOn(Role::kLeader));
 }
 
-TEST_F(SpinningTest, OneInterruptionIsNoReasonToStopAndSeveralAre) {
+TEST_F(SpinningTest, SpinningStopsAfterSeveralInterruptionsNotAfterOne) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning, Role::kLeader, 60);
   Spinning::Wait wait(spinning, Role::kLeader);
@@ -97,13 +97,13 @@ TEST_F(SpinningTest, OneInterruptionIsNoReasonToStopAndSeveralAre) {
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
-TEST_F(SpinningTest, AutoNeverSpinsOnOneCore) {
+TEST_F(SpinningTest, AutoModeNeverSpinsOnOneCore) {
   Spinning spinning(Waiting::kAuto, 1);
   waitShortly(spinning);
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
-TEST_F(SpinningTest, AutoSpinsOnlyWhereEachProcessHasACore) {
+TEST_F(SpinningTest, AutoModeSpinsOnlyIfEachProcessHasACore) {
   for (const size_t cores : {2, 16}) {
     for (const size_t processes : {size_t{2}, cores, cores + 1}) {
       Spinning spinning(Waiting::kAuto, cores);
@@ -114,7 +114,7 @@ TEST_F(SpinningTest, AutoSpinsOnlyWhereEachProcessHasACore) {
   }
 }
 
-TEST_F(SpinningTest, PollSpinsFromTheBeginningAndForLong) {
+TEST_F(SpinningTest, PollModeSpinsFromTheBeginningBeyondTheLimit) {
   Spinning spinning(Waiting::kPoll, 1);
   spinning.setProcessesHere(8);
   Spinning::Wait wait(spinning, Role::kLeader);
@@ -122,7 +122,7 @@ TEST_F(SpinningTest, PollSpinsFromTheBeginningAndForLong) {
   EXPECT_TRUE(spin(wait, Awaited::kMessage, 2 * Spinning::kLimit));
 }
 
-TEST_F(SpinningTest, SleepLooksAgainOnlyWhileDataIsOnItsWay) {
+TEST_F(SpinningTest, SleepModeSpinsOnlyWhileDataIsOnItsWay) {
   Spinning spinning(Waiting::kSleep, 2);
   waitShortly(spinning);
   Spinning::Wait wait(spinning, Role::kLeader);
@@ -151,7 +151,7 @@ TEST_F(SpinningTest, DevicesAreWaitedForLongerThanTransfersOfTheHost) {
   EXPECT_FALSE(spin(other, Awaited::kDevice)) << "the other side may need this core";
 }
 
-TEST_F(SpinningTest, DriverThatWasAwayShortlyIsBackSoon) {
+TEST_F(SpinningTest, DriverWithShortAbsencesCountsAsBackSoon) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning);
   EXPECT_FALSE(spinning.isBackSoon(Role::kLeader));

@@ -69,7 +69,7 @@ TEST_F(TimerTasksTest, EarlierDueTimeWins) {
   EXPECT_EQ(after(hours(3)), Names{}) << "the later times are gone with the run";
 }
 
-TEST_F(TimerTasksTest, TaskComesAgainWhenItSaysSo) {
+TEST_F(TimerTasksTest, TaskRunsAgainAtTheTimeThatItReturns) {
   add("task", milliseconds(10)).dueNow();
   EXPECT_EQ(after(milliseconds(0)), Names{"task"});
   EXPECT_EQ(after(milliseconds(9)), Names{});
@@ -103,7 +103,7 @@ TEST_F(TimerTasksTest, DueTimeSetWhileTheTaskRunsCounts) {
   EXPECT_EQ(runs, 2);
 }
 
-TEST_F(TimerTasksTest, TaskMayMakeAnotherDue) {
+TEST_F(TimerTasksTest, TaskMayMakeAnotherTaskDue) {
   Timer::Task& second = add("second");
   timer_
       .add([&](TimePoint /*now*/) {
@@ -170,7 +170,7 @@ TEST_F(TimerTest, ThreadIsWokenInTime) {
   timer_.stop(); // the task uses objects that end before the timer
 }
 
-TEST_F(TimerTest, NeverStartedCanBeStopped) {
+TEST_F(TimerTest, TimerThatWasNeverStartedCanBeStopped) {
   task_.dueNow();
   timer_.stop();
   EXPECT_EQ(runs_.load(), 0);
@@ -198,7 +198,7 @@ TEST_F(TimerTest, StopWaitsForTheTask) {
   stopper.join();
 }
 
-TEST_F(TimerTest, ManyThreadsSetItAndTheEarliestWins) {
+TEST_F(TimerTest, EarliestDueTimeOfManyThreadsWins) {
   timer_.start();
   std::vector<std::thread> threads;
   for (int id = 0; id < 8; ++id) {

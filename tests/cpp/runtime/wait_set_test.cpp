@@ -106,7 +106,7 @@ TEST(WaitSetTest, AWatchedDescriptorIsFoundOnce) {
   EXPECT_EQ(set.takeReadable().size(), 1u);
 }
 
-TEST(WaitSetTest, APlaceThatWasTakenServesTheNextDescriptor) {
+TEST(WaitSetTest, AFreedPlaceServesTheNextDescriptor) {
   const Signal transport;
   const Signal first;
   const Signal second;
@@ -123,7 +123,7 @@ TEST(WaitSetTest, APlaceThatWasTakenServesTheNextDescriptor) {
   EXPECT_EQ(ran, "second ");
 }
 
-TEST(WaitSetTest, MoreDescriptorsThanOneLookSeesAreAllFound) {
+TEST(WaitSetTest, MoreDescriptorsThanOneLookFindsAreAllFound) {
   const Signal transport;
   const Signal readable[40];
   WaitSet set(transport.fd);
@@ -134,7 +134,7 @@ TEST(WaitSetTest, MoreDescriptorsThanOneLookSeesAreAllFound) {
   EXPECT_EQ(set.takeReadable().size(), std::size(readable));
 }
 
-TEST(WaitSetTest, AFullFileTableIsNamedAndNothingStaysOpen) {
+TEST(WaitSetTest, FullFileTableGivesAnErrorAndNothingStaysOpen) {
   const Signal transport;
   const size_t before = openFiles();
   rlimit limit{};

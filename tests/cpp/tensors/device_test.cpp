@@ -37,7 +37,7 @@ TEST_F(DeviceTest, TensorOnAnIdleStreamWaitsForNoEvent) {
   }
 }
 
-TEST_F(DeviceTest, MessageAsksFewStreams) {
+TEST_F(DeviceTest, MessageAsksOneStreamOnEachSide) {
   startWith(keep(), same_);
   for (const int64_t elements : {kSmall, kLarge}) {
     // Each thread asks once more, to get the device's context.
@@ -102,7 +102,7 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
 
 class StreamPriorityTest : public DeviceTest, public testing::WithParamInterface<int> {};
 
-TEST_P(StreamPriorityTest, IsThatOfTheStreamsOfHandlers) {
+TEST_P(StreamPriorityTest, AppliesToTheStreamsOfHandlers) {
   std::atomic<int> ofHandler{1};
   AgentOptions options;
   options.streamPriority = GetParam();
@@ -118,7 +118,7 @@ TEST_P(StreamPriorityTest, IsThatOfTheStreamsOfHandlers) {
   EXPECT_EQ(ofHandler.load(), GetParam());
 }
 
-TEST_P(StreamPriorityTest, IsThatOfTheStreamsThatCopyAnswers) {
+TEST_P(StreamPriorityTest, AppliesToTheStreamsThatCopyAnswers) {
   AgentOptions options;
   options.streamPriority = GetParam();
   const auto answerFromTheHost = [](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); };
@@ -269,7 +269,7 @@ TEST_F(DeviceTest, SenderCopiesTensorsForTheHost) {
   EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u) << "the map says so, and nothing is amiss";
 }
 
-TEST_F(DeviceTest, CallToOneselfIsInOrder) {
+TEST_F(DeviceTest, CallToOneselfKeepsTheOrderOfStreams) {
   std::vector<Look> looks;
   startWith(
       [&](Message& request) {
@@ -363,7 +363,7 @@ TEST_F(DeviceTest, UnreadyMessageEndsWithTheAgent) {
   EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
 }
 
-TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheSenderIsGone) {
+TEST_F(DeviceTest, WaitForMemoryEndsWhenTheSenderIsGone) {
   startWith([&](Message& /*request*/) { return completed(""); }, across_);
   exchangeWithoutTensors();
   (void)lookOnAllStreams(fake(1));
@@ -374,7 +374,7 @@ TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheSenderIsGone) {
   EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
 }
 
-TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheAgentEnds) {
+TEST_F(DeviceTest, WaitForMemoryEndsWithTheAgent) {
   startWith([&](Message& /*request*/) { return completed(""); }, across_);
   (void)lookOnAllStreams(fake(1));
   const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
@@ -392,7 +392,7 @@ TEST_F(DeviceTest, FailureOfTheReceiversDeviceReachesTheCaller) {
   EXPECT_EQ(handled_.load(), 0);
 }
 
-TEST_F(DeviceTest, DeviceWithoutMemoryHasNotFailed) {
+TEST_F(DeviceTest, DeviceWithoutMemoryIsNotReportedAsFailed) {
   startWith([&](Message& /*request*/) { return completed(""); }, across_);
   DevicePool::instance().setSource(
       DevicePool::Source::kReplacedTorch, {}, [](const c10::DeviceType&) -> c10::Allocator* {

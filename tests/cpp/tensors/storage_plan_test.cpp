@@ -105,7 +105,7 @@ TEST_F(StoragePlanTest, MemoryOfADeviceIsNeverInline) {
   EXPECT_EQ(planStorages(tensors_).front().place, Place::kLent);
 }
 
-TEST_F(StoragePlanTest, BeyondTheLimitTheSmallestAreAPack) {
+TEST_F(StoragePlanTest, SmallestStoragesBeyondTheLimitArePacked) {
   const c10::Storage owner = memory(600 * 64 * kKiB);
   for (uint64_t index = 0; index < 600; ++index) {
     add(owner, index * 64 * kKiB, kInlineStorageBytes + 1 + index);
@@ -117,7 +117,7 @@ TEST_F(StoragePlanTest, BeyondTheLimitTheSmallestAreAPack) {
   }
 }
 
-TEST_F(StoragePlanTest, AMebibyteIsNeverPacked) {
+TEST_F(StoragePlanTest, StoragesOfAMebibyteAreNeverPacked) {
   std::vector<c10::Storage> owners;
   for (int index = 0; index < 20; ++index) {
     owners.push_back(memory(kMiB));

@@ -272,7 +272,7 @@ TEST(TensorMemoryTest, ManySmallTensorsArePackedIntoSpansOfOnePiece) {
   expectNumbered(received, kElements);
 }
 
-TEST(TensorMemoryTest, PackedTensorsAreOnTheirOwnAfterArrival) {
+TEST(TensorMemoryTest, PackedTensorsHaveSeparateMemoryAfterArrival) {
   constexpr int64_t kElements = 8000;
   const uint64_t before = HostPool::instance().statistics().inUseBytes;
   std::vector<at::Tensor> received = travel(numbered(200, kElements));

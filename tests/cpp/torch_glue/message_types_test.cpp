@@ -92,7 +92,7 @@ TEST(MessageTypesTest, DriverCompletesOnlyCallsWithoutWaiters) {
           MessageType::RREF_CHILD_ACCEPT, MessageType::RREF_USER_DELETE, MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
 }
 
-TEST(MessageTypesTest, RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp) {
+TEST(MessageTypesTest, RequestsThatOthersNeedMustExecute) {
   EXPECT_EQ(
       those([](MessageType type) { return mustExecute(*requestOf(type, "anything")); }),
       (Types{
@@ -129,14 +129,14 @@ TEST(MessageTypesTest, PayloadWithoutTorchsWrapperIsNotRecognized) {
   EXPECT_FALSE(makesRRef(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, std::string(64, '\xff'))));
 }
 
-TEST(MessageTypesTest, SoAreCallsWithRRefs) {
+TEST(MessageTypesTest, CallsWithRRefsMustExecute) {
   EXPECT_TRUE(mustExecute(*requestOf(MessageType::PYTHON_CALL, "torch _InternalRPCPickler._py_rref_receiver (")));
   EXPECT_TRUE(mustExecute(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, "ctorch.distributed.rpc\nrref\n (")));
   EXPECT_FALSE(mustExecute(*requestOf(MessageType::PYTHON_CALL, "torch.distributed.rpc rref")));
   EXPECT_FALSE(mustExecute(*requestOf(MessageType::PYTHON_CALL, "")));
 }
 
-TEST(MessageTypesTest, NoticesHaveAnAnswerOfTheirOwnTypeInsteadOfAGoneWorkers) {
+TEST(MessageTypesTest, NoticesToGoneWorkersHaveAnAnswerOfTheRightType) {
   EXPECT_EQ(
       those([](MessageType type) { return syntheticAck(type) != nullptr; }),
       (Types{

@@ -80,14 +80,14 @@ TEST_F(RRefHoldersTest, ReferenceOfTheCallerOfRemoteBearsItsRank) {
   EXPECT_EQ(heldBy(3), Ids{});
 }
 
-TEST_F(RRefHoldersTest, ReferenceFromAThirdWorkerIsItsReporters) {
+TEST_F(RRefHoldersTest, ReferenceFromAThirdWorkerBelongsToItsReporter) {
   addFork({0, 1}, {1, 11});
   EXPECT_EQ(holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage()), nullptr);
   EXPECT_EQ(heldBy(1), Ids{}) << "it gave the reference away";
   EXPECT_EQ(heldBy(2), Ids{11});
 }
 
-TEST_F(RRefHoldersTest, ReportIsAskedForOnce) {
+TEST_F(RRefHoldersTest, ReportIsForgottenOnceItIsTaken) {
   addFork({0, 1}, {1, 11});
   (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
   EXPECT_EQ(heldBy(2), Ids{11});

@@ -82,7 +82,7 @@ class FilesForUcxTest : public testing::Test {
   std::vector<int> files_; // the test closes them at its end
 };
 
-TEST_F(FilesForUcxTest, ConnectionsAreAcceptedAsEver) {
+TEST_F(FilesForUcxTest, ConnectionsAreAcceptedWhileFilesAreFree) {
   EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
   connectOne();
   EXPECT_EQ(acceptOne(), UCS_OK);
@@ -166,7 +166,7 @@ TEST_F(FilesForUcxTest, ListenerPausesWhileAConnectionWaitsForAFile) {
   EXPECT_LT(shortest(false, 1000), 1ms) << "one pause for each time that there was no file";
 }
 
-TEST_F(FilesForUcxTest, SocketsThatAreClosedAgainCanBeMadeAsOftenAsUcxLikes) {
+TEST_F(FilesForUcxTest, UcxCanMakeAndCloseAnyNumberOfSockets) {
   unsigned version[3];
   ucp_get_version(&version[0], &version[1], &version[2]);
   if (version[0] == 1 && version[1] < 22) {

@@ -75,7 +75,7 @@ TEST_F(LoopbackTransportTest, DroppedMessageIsSentAndNeverArrives) {
   EXPECT_FALSE(rendezvous.isDone());
 }
 
-TEST_F(LoopbackTransportTest, HeldMessagesComeTheLatestFirst) {
+TEST_F(LoopbackTransportTest, HeldMessagesArriveLatestFirst) {
   network_.setFault(
       [](const wire::Header& header, SendMode /*mode*/) { return header.callId < 3 ? Fate::kHold : Fate::kDeliver; });
   send(1);
@@ -110,7 +110,7 @@ TEST_F(LoopbackTransportTest, FailedSendIsReportedAtOnce) {
   EXPECT_TRUE(arrived_.empty());
 }
 
-TEST_F(LoopbackTransportTest, NothingMoreComesFromTheKilled) {
+TEST_F(LoopbackTransportTest, NothingComesFromAKilledTransport) {
   send(1);
   network_.kill("a");
   send(2);

@@ -186,7 +186,7 @@ TEST_P(QueueRepairTest, QueueThatWasUsedIsNotTakenForNew) {
   EXPECT_EQ(SharedMemoryQueue::mappedSince({}).size(), 1u); // the sender's own queue
 }
 
-TEST_P(QueueRepairTest, NothingIsToBeDoneWhereNothingIsUnwritten) {
+TEST_P(QueueRepairTest, QueueWithoutAnUnwrittenSlotNeedsNoRepair) {
   send();
   EXPECT_TRUE(arrives(1));
   EXPECT_TRUE(repair());
@@ -289,7 +289,7 @@ TEST_P(QueueRepairTest, StoppedSenderMakesTheQueueUnrepairableUntilItContinues) 
   expectRepair();
 }
 
-TEST_P(QueueRepairTest, DeafWorkerHearsOverTheNetworkAndTheRestLater) {
+TEST_P(QueueRepairTest, NetworkReachesADeafWorkerAndARepairDeliversTheRest) {
   connect(",tcp,self");
   EndpointId back = 0;
   ASSERT_FALSE(receiver_->connect(sender_->address(), back));

@@ -248,7 +248,7 @@ TEST_P(TransportContractTest, CloseFlushesEagerMessages) {
   EXPECT_EQ(b.arrivals.size(), kMessages);
 }
 
-TEST_P(TransportContractTest, CloseTwiceIsCloseOnce) {
+TEST_P(TransportContractTest, SecondCloseDoesNothing) {
   TestEndpoint& a = testEndpoint("a");
   a.transport->close(0);
   a.transport->close(0);

@@ -91,7 +91,7 @@ TEST(UcxStatusTest, AnInputOutputErrorBeforeAnyPeerIsInvolvedIsLocal) {
   EXPECT_FALSE(isLocal(errorOfConnecting(UCS_ERR_UNREACHABLE).code()));
 }
 
-TEST(UcxStatusTest, AnEndpointThatDiesForWantOfFilesDiesLocally) {
+TEST(UcxStatusTest, EndpointThatFailsForLackOfFilesIsALocalFailure) {
   int pipes[2];
   ASSERT_EQ(pipe(pipes), 0);
   EXPECT_EQ(errorOfEndpoint(UCS_ERR_IO_ERROR, pipes[0]).code(), ErrorCode::kPeerFailed);
@@ -112,7 +112,7 @@ TEST(UcxStatusTest, AnEndpointThatDiesForWantOfFilesDiesLocally) {
 }
 
 // Otherwise the peer would use another connection. Calls whose answers were lost with this one would wait for ever.
-TEST(UcxStatusTest, AConnectionThatACardBreaksIsThePeers) {
+TEST(UcxStatusTest, ConnectionThatACardBreaksCountsAsThePeersFailure) {
   int pipes[2];
   ASSERT_EQ(pipe(pipes), 0);
   const Error error = errorOfEndpoint(UCS_ERR_CANCELED, pipes[0]);
@@ -122,7 +122,7 @@ TEST(UcxStatusTest, AConnectionThatACardBreaksIsThePeers) {
   close(pipes[1]);
 }
 
-TEST(UcxDefaultsTest, UcxComplainsOfNoneOfThem) {
+TEST(UcxDefaultsTest, UcxAcceptsAllOfThemWithoutAComplaint) {
   for (const char* lanes : {"tcp,self", "shm,self", "sysv,self", "^tcp", "all"}) {
     testing::internal::CaptureStdout(); // where UCX logs
     makeUcpTransportOver(lanes).reset();

@@ -278,7 +278,7 @@ std::vector<Lie> lies() {
   return lies;
 }
 
-TEST(WireBodyTest, EverySingleLieIsRefused) {
+TEST(WireBodyTest, EverySingleWrongFieldIsRefused) {
   for (const Lie& lie : lies()) {
     Sample sample;
     lie.tell(sample.body);
@@ -289,7 +289,7 @@ TEST(WireBodyTest, EverySingleLieIsRefused) {
   }
 }
 
-TEST(WireBodyTest, CountsThatAreLiesAllocateNothing) {
+TEST(WireBodyTest, WrongCountsAllocateNothing) {
   Bytes body(sizeof(BodyPrefix));
   for (const uint32_t count : {1u << 20, 1u << 28, 0xFFFFFFFFu}) {
     BodyPrefix prefix{};

@@ -32,7 +32,7 @@ TEST(WireHeaderTest, EveryFieldArrives) {
   EXPECT_EQ(std::memcmp(&sent, &received, sizeof(Header)), 0);
 }
 
-TEST(WireHeaderTest, LayoutIsTheDrawnOne) {
+TEST(WireHeaderTest, LayoutIsTheOneThatIsDrawn) {
   Header header;
   header.kind = Kind::kCancel;
   header.sourceRank = 0x44332211;
@@ -104,7 +104,7 @@ struct Lie {
   std::function<void(Header&)> tell;
 };
 
-TEST(WireHeaderTest, LiesAreRefused) {
+TEST(WireHeaderTest, WrongFieldsAreRefused) {
   const Lie lies[] = {
       {"magic", [](Header& header) { header.magic = 0x5856; }},
       {"older version", [](Header& header) { header.version = 0; }},
