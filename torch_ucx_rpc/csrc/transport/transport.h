@@ -13,8 +13,9 @@
 #include <vector>
 
 // The interface between the agent's messages and the way they travel. The implementation in ucp/ sends UCX active
-// messages. Tests have others in tests/cpp/support: loopback_transport.h stays inside the process and makes faults on
-// demand. tests/cpp/transport/transport_contract_test.cpp states the contract below as tests, which run on these two.
+// messages. Tests have other implementations in tests/cpp/support. LoopbackTransport, for instance, stays inside the
+// process and makes faults on demand. tests/cpp/transport/transport_contract_test.cpp tests the contract below on it
+// and on UCX.
 //
 // Threads. A transport is single-threaded: the caller holds the worker lock for every method. The exceptions are
 // address(), eventFd(), description(), canShare(), deviceMemoryRefusal() and scanForRepair(), which any thread may call
@@ -26,7 +27,7 @@
 // Exceptions. A callback may throw. No exception crosses UCX's C frames, and the transport stays usable:
 // - Out of onEager and onRendezvous: the message is lost, see TransportListener.
 // - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. The next progress()
-//   reports the rest. close() swallows it.
+//   reports the remaining events. close() swallows the exception.
 
 namespace torch_ucx_rpc {
 
@@ -58,9 +59,9 @@ enum class RepairState : uint8_t {
 
 // Gets the messages that arrive and the endpoints that fail. The owner of a transport implements it.
 //
-// onEager and onRendezvous may throw when there is no memory for the message. An eager message is dropped then. A
-// rendezvous is released, and its handle is void: receive() of it ends with kOutOfMemory, release() of it does nothing.
-// So a listener that has stored the handle before it threw stays consistent.
+// onEager and onRendezvous may throw when there is no memory for the message. The transport then drops an eager
+// message. It releases a rendezvous, whose handle becomes void: receive() of it ends with kOutOfMemory, and release()
+// of it does nothing. So a listener that has stored the handle before it threw stays consistent.
 class TransportListener {
  public:
   virtual ~TransportListener() = default;
@@ -88,21 +89,22 @@ class Transport {
   // Tells a peer's connect() how to reach this worker. Opaque bytes, constant.
   virtual const std::string& address() const = 0;
 
-  // Becomes readable, edge by edge, when progress() has something to do after arm() returned true. The descriptor stays
-  // the transport's.
+  // Becomes readable, edge by edge, when progress() has something to do after arm() returned true. The transport owns
+  // the descriptor.
   virtual int eventFd() const = 0;
 
   // Facts for people, key and value: version and path of the library, for instance.
   virtual std::vector<std::pair<std::string, std::string>> description() const = 0;
 
-  // Makes an endpoint. Whether the peer can be reached shows later. Fails for an address that makes no sense
-  // (kPeerFailed), and with a local error if this process lacks a resource.
+  // Makes an endpoint. Whether the peer can be reached shows later. Fails with kPeerFailed for an address that makes no
+  // sense. Fails with a local error if this process lacks a resource.
   virtual Error connect(const std::string& address, EndpointId& endpoint) = 0;
 
   // Like connect(), but reaches the peer over network transports only, never over shared memory. Both sides must choose
   // alike. This is for peers of the same machine
   // - in another pid namespace: UCX looks for the peer's process by its id in its own namespace, so shared memory fails
-  //   or watches a stranger (containers with a common IPC namespace: `--ipc=host` without `--pid=host`);
+  //   or watches a stranger. Containers with a common IPC namespace have this fault (`--ipc=host` without
+  //   `--pid=host`);
   // - of another user, whose shared memory this worker cannot open.
   virtual Error connectOverNetwork(const std::string& address, EndpointId& endpoint) {
     return connect(address, endpoint);
@@ -127,8 +129,8 @@ class Transport {
   // Any thread.
   virtual bool canShare(const void* deviceMemory, uint64_t bytes) const = 0;
 
-  // Why send() and receive() fail for Memory::kDevice, a sentence for the user; no error where they take it. Constant.
-  // Any thread.
+  // Why send() and receive() fail for Memory::kDevice, as a sentence for the user. No error if they do not fail.
+  // Constant. Any thread.
   virtual const Error& deviceMemoryRefusal() const {
     static const Error none;
     return none;
@@ -137,13 +139,13 @@ class Transport {
   // Gives up a rendezvous; the sender's operation completes.
   virtual void release(void* rendezvous) = 0;
 
-  // This side's end of the connection over which a rendezvous was announced that is neither received nor released. Two
-  // announcements with different ends tell that the peer has replaced its endpoint.
+  // Returns this side's end of the connection over which a rendezvous was announced. The rendezvous must be neither
+  // received nor released. Two announcements with different ends show that the peer has replaced its endpoint.
   virtual const void* originOf(void* rendezvous) const = 0;
 
   // Closes the origin of a rendezvous that is being received. The receive ends with an error, now or in a later
-  // progress(), unless bytes to the peer wait there: then the caller tries again later. Returns false, and does
-  // nothing, if the origin is an endpoint that connect() has made: abandon() closes that one.
+  // progress(). If bytes to the peer wait there it may not end, and the caller tries again later. Returns false, and
+  // does nothing, if the origin is an endpoint that connect() has made: abandon() closes that one.
   virtual bool closeOrigin(const void* origin) = 0;
 
   // Does all work that does not block, and returns how many steps that took. 0: there is nothing to do now.
@@ -168,19 +170,19 @@ class Transport {
   virtual RepairState repairState() {
     return RepairState::kWhole;
   }
-  // Looks at the processes of this machine through /proc. That takes milliseconds, tens of them among thousands of
-  // processes, so it must not be done under the worker lock. It does nothing where repairState() has asked for nothing.
-  // Any one thread at a time, also after close(), not after destruction.
+  // Looks at the processes of this machine through /proc. That takes milliseconds, or tens of milliseconds among
+  // thousands of processes. So do not call it under the worker lock. It does nothing unless repairState() has asked for
+  // a scan. Only one thread at a time may call it. It may be called after close(), but not after destruction.
   virtual void scanForRepair() {}
 
   // Gives up one endpoint. Its operations complete, with an error unless the peer took them before. Over TCP they
-  // complete when the begun data has left this machine or the kernel has given up, which may take minutes. Over other
-  // transports they complete within a few calls of progress(). A rendezvous of memory that is also under way to another
-  // endpoint may complete only with that one: UCX releases the memory once.
+  // complete when the begun data has left this machine, or when the kernel has given up. That may take minutes. Over
+  // other transports they complete within a few calls of progress(). A rendezvous of memory that is also under way to
+  // another endpoint may complete only with that one: UCX releases the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
-  // Flushes all eager messages, then ends everything. Gives up operations that are not done after `limitMs`. Untaken
-  // rendezvous are released. Afterwards only the destructor and scanForRepair() may be called.
+  // Flushes all eager messages, then ends everything. Gives up operations that are not done after `limitMs`. Releases
+  // untaken rendezvous. Afterwards only the destructor and scanForRepair() may be called.
   virtual void close(int64_t limitMs) = 0;
 };
 

@@ -36,7 +36,7 @@ Driver findDriver() {
   // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast)
 }
 
-// UCX has no other way to tell which transports a context has.
+// Returns the text in which UCX describes a context. UCX has no other way to tell which transports a context has.
 std::string describe(ucp_context_h context) {
   char* text = nullptr;
   size_t bytes = 0;

@@ -16,11 +16,11 @@ struct UcpLibrary; // ucp_transport.h
 // Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can if the
 // driver has a legacy IPC handle for them and they lie in one allocation. That holds for memory of cudaMalloc, so for
 // torch's allocator and RMM's default resources. It does not hold for cudaMallocAsync, nor for CUDA's virtual memory
-// management (torch's expandable_segments). The published wheels are built without handles for the latter, and a UCX
-// that has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Bytes
-// that cannot be shared travel in another, slower way, without a warning.
+// management (torch's expandable_segments). The published wheels are built without handles for the latter. A UCX that
+// has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Bytes that
+// cannot be shared travel in another, slower way, without a warning of UCX.
 //
-// True where there is no driver, or it does not know the address. Any thread may call it.
+// True if there is no driver, or the driver does not know the address. Any thread may call it.
 bool canShareDeviceMemory(const void* address, uint64_t bytes);
 
 // Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes
@@ -28,13 +28,13 @@ bool canShareDeviceMemory(const void* address, uint64_t bytes);
 bool hasCudaIpc(ucp_context_h context);
 
 // Returns an error for the user if a UCX with these abilities must not get memory of CUDA devices. No error if it may.
-// A UCX that has not found the driver takes device memory for host memory, and the process ends with SIGSEGV on the
+// A UCX that has not found the driver takes device memory for host memory. The process then ends with SIGSEGV on the
 // first tensor. The cuda_ipc of UCX 1.21 is broken.
 Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc);
 
 // Returns an error for the user if UCX takes these bytes of a CUDA device for host memory. UCX keeps a cache of
-// allocations. It takes memory that is missing there for host memory, whatever a send or receive says (1.22), and the
-// process would end with SIGSEGV. Takes some microseconds.
+// allocations. UCX 1.22 takes memory that is missing there for host memory, whatever a send or receive says. The
+// process would then end with SIGSEGV. Takes some microseconds.
 Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes);
 
 // Decides which memory of CUDA devices a context may get. Needs the worker lock, except canShare() and refusal().

@@ -41,10 +41,10 @@ Reserve& reserve() {
   return *only;
 }
 
-// After a cut of the network, TCP doubles the wait before each further attempt. So the first answer may come as long
-// after the cut as the cut lasted. A bound of a second on the wait prevents that. With the bound, the usual 15 attempts
-// would be over too soon, so this also sets the time that they take by default. Sockets that are accepted inherit both.
-// Kernels before 6.15 have no such bound.
+// During a cut of the network, TCP doubles the wait before each further attempt. So the first answer may come as long
+// after the cut's end as the cut lasted. A bound of a second on the wait prevents that. With the bound, the usual 15
+// attempts would be over too soon. So this function also sets the time that they take by default. Accepted sockets
+// inherit both. Kernels before 6.15 have no such bound.
 void boundResending(int domain, int type, int socket) {
 #ifndef TCP_RTO_MAX_MS
   constexpr int TCP_RTO_MAX_MS = 44;
@@ -80,8 +80,8 @@ int socketForUcx(int domain, int type, int protocol) {
 thread_local bool isConnectionWaiting = false;
 constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 1'000'000};
 
-// UCX takes EAGAIN for "no connection", and asks again while one waits. The reserve is not for incoming connections:
-// each worker may make one, and UCX looks at a network card for each.
+// UCX takes EAGAIN for "no connection", and asks again while one waits. The reserve is not for incoming connections,
+// since every worker may make one. UCX looks at a network card for each, and needs the reserve for that.
 int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
   const int connection = ::accept(listener, address, length);
   if (connection < 0 && !isOfTheListener(errno)) {
@@ -91,9 +91,9 @@ int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
   return connection;
 }
 
-// While a connection waits, UCX's thread would ask for it without a pause, and hold the lock of the worker each time.
-// On a single core no other thread would get that lock, as every thread that wants it spins. The pause is here, where
-// the thread has no lock. A thread that only polls holds the lock, and must not pause.
+// While a connection waits, UCX's thread would ask for it without a pause. Each time it would hold the lock of UCX's
+// worker. On a single core no other thread would get that lock, as every thread that wants it spins. The pause is here,
+// where the thread has no lock. A thread that only polls holds the lock, and must not pause.
 int epollWaitForUcx(int epoll, epoll_event* events, int most, int timeoutMs) {
   if (timeoutMs != 0 && isConnectionWaiting) {
     isConnectionWaiting = false;
@@ -102,7 +102,7 @@ int epollWaitForUcx(int epoll, epoll_event* events, int most, int timeoutMs) {
   return ::epoll_wait(epoll, events, most, timeoutMs);
 }
 
-// For the whole process, once.
+// Replaces the imports once, for the whole process.
 bool replaceImportsOfUcx() {
   static const bool areReplaced = [] {
     std::array<Import, 3> imports = {

@@ -7,13 +7,14 @@ namespace torch_ucx_rpc {
 // - It closes its TCP port for good when it cannot accept a connection (uct_tcp_iface_connect_handler()). Workers that
 //   come later could not call this one. Now such a connection waits, and is accepted when there is a file.
 // - It opens a socket to look at a network card. If it cannot, it never uses the card again ("cannot find remote
-//   protocol"), or ends the process ("failed to set active message handler"). Now it gets a file of the reserve.
+//   protocol"), or ends the process ("failed to set active message handler"). Now the socket gets a file of the
+//   reserve.
 //
-// This class also makes UCX's TCP sockets resend every second after a cut, instead of ever less often.
+// This class also makes UCX's TCP sockets resend every second during a cut, instead of ever less often.
 //
 // UCX has no setting for any of this. So the first object replaces accept(), epoll_wait() and socket() in the list of
-// functions that libucs imports, for the rest of the process. All objects of this class share one reserve, which the
-// last one gives back.
+// functions that libucs imports. They stay replaced for the rest of the process. All objects of this class share one
+// reserve, which the last one gives back.
 class FilesForUcx {
  public:
   FilesForUcx();
@@ -21,7 +22,7 @@ class FilesForUcx {
   FilesForUcx(const FilesForUcx&) = delete;
   FilesForUcx& operator=(const FilesForUcx&) = delete;
 
-  // False if libucs has no such imports: UCX then works as it always has.
+  // False if libucs has no such imports: UCX then works as without this class.
   bool isUsed() const {
     return isUsed_;
   }

@@ -23,7 +23,7 @@ constexpr std::pair<int, int> kNewestTested{1, 22};
 constexpr uint64_t kLongerThanAnyCopyMs = 50;
 
 // Scans for one slot before the state is kUnrepairable: one second at the agent's pace of 20 ms. After that, one scan
-// in so many looks again for processes that could not be seen. Each scan checks the suspects, which costs little.
+// in kMaxScans looks again for processes that could not be seen. Each scan checks the suspects, which costs little.
 constexpr unsigned kMaxScans = 50;
 
 std::string dotted(std::pair<int, int> version) {
@@ -65,7 +65,7 @@ QueueRepair::Suspects::Suspects(const std::vector<pid_t>& processes) {
       if (thread == gettid()) {
         continue;
       }
-      // Read its time first. Otherwise its run between the two looks would count against it.
+      // Reads the thread's time first, so that its run between the two looks counts.
       const std::optional<ProcStat> stat = readProcStat(task.path());
       if (stat && !isElsewhere(task.path())) {
         cpuTicks_.emplace(std::pair(process, thread), stat->cpuTicks);
@@ -116,7 +116,8 @@ RepairState QueueRepair::state(Repair& repair) {
     return RepairState::kWhole;
   }
   if (slot != repair.slot) {
-    // Where there is traffic, one slot is always just being written: no scan before the second look at the same one.
+    // Under traffic, some slot is always being written. So no scan is asked for before the second look at the same
+    // slot.
     repair.slot = slot;
     ask(repair, std::nullopt);
     return RepairState::kUndecided;
@@ -128,18 +129,18 @@ RepairState QueueRepair::state(Repair& repair) {
   }
   ask(repair, slot);
   if (finding == Finding::kNobodyWrites) {
-    // In this order: a writer that the scan saw elsewhere had marked the slot before. If it is still unmarked, its
-    // writer is dead.
+    // Looks at the slot again after the scan. A writer that the scan saw elsewhere had marked the slot before. If the
+    // slot is still unmarked, its writer is dead.
     if (repair.queue.unwritten() == slot) {
       if (!repair.queue.isConsistent()) {
         return RepairState::kUnrepairable;
       }
       warn(
-          "a process of this machine died while it was writing to this one over shared memory; its last message is "
+          "a process of this machine died while it was writing to this process over shared memory; its last message is "
           "dropped");
       repair.queue.skip(*slot);
     }
-    return RepairState::kUndecided; // there may be more behind it
+    return RepairState::kUndecided; // there may be more such slots behind it
   }
   return finding == Finding::kUnsure ? RepairState::kUnrepairable : RepairState::kUndecided;
 }
@@ -164,7 +165,7 @@ void QueueRepair::scan() {
     }
     const Finding finding = look(repair, *slot);
     const std::lock_guard lock(mutex_);
-    // state() may ask for another slot by now, about which this says nothing.
+    // state() may ask for another slot by now. This finding says nothing about that slot.
     if (repair.asked == slot) {
       repair.finding = finding;
     }

@@ -13,30 +13,31 @@
 
 namespace torch_ucx_rpc {
 
-// The reason why queues of this UCX are left alone. Empty if they can be repaired. Repair writes into memory that
-// belongs to UCX, so only versions with which queue_repair_test.cpp has passed are accepted.
+// The reason why queues of this UCX are not repaired. Empty if they are. Repair writes into memory that belongs to UCX.
+// So this function accepts only versions with which queue_repair_test.cpp has passed, and those between them.
 std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 
 // Gets the queues of a UCX worker past the slots of processes that died while they were writing (see
 // SharedMemoryQueue).
 //
-// An unmarked slot may also belong to a slow writer. It is skipped only when no thread can be writing it any more.
-// Every thread of every process that has the queue mapped must have shown that since the slot was first seen unmarked:
-// it was in a system call, or has run for longer than the copying of any message takes, or has ended. "Asleep" alone
-// proves nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread in the middle of
-// writing.
+// An unmarked slot may also belong to a slow writer. QueueRepair skips the slot only when no thread can still be
+// writing it. Every thread of every process that has the queue mapped must show that, after the slot was first seen
+// unmarked. A thread shows that if it is in a system call, has ended, or has run for longer than any copy of a message
+// takes. "Asleep" alone proves nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread
+// in the middle of writing.
 //
-// Where this cannot be shown, nothing is skipped, and the state becomes kUnrepairable after a bounded number of scans.
+// If some thread does not show this, QueueRepair skips nothing. The state becomes kUnrepairable after a bounded number
+// of scans.
 //
-// Threads. state() belongs to the worker lock and takes microseconds. scan() reads /proc, which takes milliseconds; one
+// Threads. state() needs the worker lock and takes microseconds. scan() reads /proc, which takes milliseconds. One
 // thread at a time may call it, without the worker lock. Neither waits for the other.
 class QueueRepair {
  public:
   // `whyNot`: why the queues are left alone, empty to repair them.
   QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot);
 
-  // Skips the slots that the last scan has cleared, and asks for another scan where one is needed. kWhole means that
-  // all slots taken before the first call have been written or skipped.
+  // Skips the slots that the last scan has cleared, and asks for another scan if one is needed. kWhole means that all
+  // slots taken before the first call have been written or skipped.
   RepairState state();
 
   // Does the scan that state() has asked for, if any.

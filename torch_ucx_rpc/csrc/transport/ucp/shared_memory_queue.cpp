@@ -24,7 +24,7 @@ namespace {
 
 constexpr size_t kCacheLine = 64; // UCS_SYS_CACHE_LINE_SIZE of x86-64 and aarch64
 constexpr uint64_t kArmed = uint64_t{1} << 63; // in Control::head: the receiver wants a signal
-constexpr uint8_t kOwner = 1; // in Slot::flags: turns over each time round
+constexpr uint8_t kOwner = 1; // in Slot::flags: toggles in each round of the ring
 constexpr uint8_t kInline = 2; // in Slot::flags: the message is in the slot itself
 constexpr uint8_t kHandlers = 32; // UCT_AM_ID_MAX: Slot::handler is below
 constexpr ino_t kFirstPidNamespace = 0xEFFFFFFC; // PROC_PID_INIT_INO of linux/proc_ns.h
@@ -51,12 +51,12 @@ struct [[gnu::packed]] SharedMemoryQueue::Slot {
   void* receiversAddress;
 };
 
-// A message of UCP's own that it drops silently: the acknowledgement of an unknown rendezvous. Such messages do come,
-// from peers that this side has given up.
+// A message that UCP drops silently: the acknowledgement of an unknown rendezvous. Such messages do come, from peers
+// that this side has given up.
 struct [[gnu::packed]] SharedMemoryQueue::Acknowledgement { // ucp_reply_hdr_t
   static constexpr uint8_t kHandler = 10; // UCP_AM_ID_RNDV_ATS
 
-  uint64_t request = ~uint64_t{0}; // odd, so looked up in a table of ids that are given out in ascending order
+  uint64_t request = ~uint64_t{0}; // odd, so UCP looks it up in a table, whose ids count up and never get here
   int8_t status = 0;
 };
 
@@ -76,8 +76,8 @@ std::optional<std::vector<SharedMemoryQueue::Mapping>> SharedMemoryQueue::mappin
   std::vector<Mapping> mappings;
   std::istringstream file(*text);
   for (std::string line; std::getline(file, line);) {
-    // The names that UCX's transports posix and sysv leave. No other memory is looked at: reading a device's may do
-    // something.
+    // The names that UCX's transports posix and sysv leave. This looks at no other memory: reading a device's memory
+    // may have side effects.
     if (line.find("/ucx_shm_posix_") == std::string::npos && line.find("/SYSV") == std::string::npos) {
       continue;
     }
@@ -89,7 +89,7 @@ std::optional<std::vector<SharedMemoryQueue::Mapping>> SharedMemoryQueue::mappin
     std::string device;
     std::string inode;
     fields >> std::hex >> mapping.begin >> dash >> mapping.end >> permissions >> offset >> device >> inode;
-    // Only the line of its first byte counts: the kernel may show one attachment in several lines.
+    // The kernel may show one attachment in several lines. Only the line of its first byte counts.
     if (permissions == "rw-s" && std::stoull(offset, nullptr, 16) == 0) {
       mapping.object = device + " " + inode;
       if (line.find("/SYSV") != std::string::npos) {
@@ -139,7 +139,7 @@ std::optional<SharedMemoryQueue> SharedMemoryQueue::recognize(const Mapping& map
     return slot->flags == kOwner && slot->handler == 0 && slot->bytes == 0 &&
         slot->segmentBytes == first->segmentBytes && slot->segmentBytes != 0 && slot->receiversAddress != nullptr;
   };
-  // The distance of two slots is a UCX option, so it is searched for: the second slot looks like the first.
+  // The distance between two slots is a UCX option. So this searches for the second slot, which looks like the first.
   size_t stride = sizeof(Slot);
   while (stride < bytes && !isNew(stride)) {
     ++stride;
@@ -166,7 +166,7 @@ SharedMemoryQueue::Slot& SharedMemoryQueue::slotAt(Position position) const {
 }
 
 uint8_t SharedMemoryQueue::markAt(Position position) const {
-  return (position & count_) != 0 ? kOwner : 0; // new slots have kOwner, so the first time round writes 0
+  return (position & count_) != 0 ? kOwner : 0; // new slots have kOwner, so the first round writes 0
 }
 
 SharedMemoryQueue::Position SharedMemoryQueue::end() const {
@@ -227,7 +227,7 @@ std::optional<std::vector<pid_t>> SharedMemoryQueue::processes() const {
   std::vector<pid_t> found;
   size_t attachments = 0;
   bool mayBeHidden = false;
-  std::error_code ended; // another process may have, in between
+  std::error_code ended; // another process may have ended in between
   for (const auto& entry : std::filesystem::directory_iterator("/proc", ended)) {
     const std::string name = entry.path().filename();
     if (!std::all_of(name.begin(), name.end(), [](unsigned char letter) { return std::isdigit(letter) != 0; })) {

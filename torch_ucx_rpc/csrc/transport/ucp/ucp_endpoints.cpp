@@ -76,7 +76,7 @@ Error UcpEndpoints::failureOfSend(const UcpEndpoint& endpoint, ucs_status_t stat
   if (endpoint.isDead()) {
     return failureOf(endpoint);
   }
-  // A send that UCX cancels says nothing yet: why its endpoint dies is reported later.
+  // A send that UCX cancels says nothing yet: UCX reports later why its endpoint dies.
   return status == UCS_ERR_CANCELED ? errorOf(status) : errorOfEndpoint(status, someFile_);
 }
 
@@ -117,9 +117,9 @@ std::vector<std::string> UcpEndpoints::lanes(EndpointId endpointId) const {
 // UCX ends the process in two cases (1.22, and master in August 2026). In each it uses memory that it has freed:
 // - Both sides close a TCP connection while this side still has bytes for it, after a cut for instance. One event may
 //   say that the socket is writable and that the other side has closed it. Reading the end of the stream frees the
-//   bytes that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that
-//   completes at once proves it.
-// - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()): its
+//   bytes that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes. A flush that completes
+//   at once proves that.
+// - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()). Its
 //   lanes are gone, so nothing keeps it alive until the flush has ended.
 void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
   draining_.reserve(draining_.size() + 1);
@@ -133,7 +133,7 @@ void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
 }
 
 // A forced close cancels everything that the endpoint has under way. Every endpoint needs one before its worker is
-// destroyed: ucp_worker_destroy() leaves an endpoint's requests where they are, and builds of UCX with assertions then
+// destroyed. ucp_worker_destroy() leaves an endpoint's requests where they are. Builds of UCX with assertions then
 // abort (ucp_ep_destroy_base(): "proto_reqs not empty").
 void UcpEndpoints::closeHandle(ucp_ep_h& handle) {
   if (handle == nullptr) {
@@ -208,8 +208,8 @@ void UcpEndpoints::closeDrained() {
   }
 }
 
-// Only TCP needs draining (see closeWhenDrained()). Other transports must not be drained, because that may never end:
-// the queue of a dead process stays full, and a card waits for acknowledgements of a host that is cut off.
+// Only TCP needs draining (see closeWhenDrained()). Other transports must not be drained, because that may never end.
+// The queue of a dead process stays full, and a card waits for acknowledgements of a host that is cut off.
 bool UcpEndpoints::mayBeForced(const UcpEndpoint& endpoint) const {
   const std::vector<std::string> lanes = this->lanes(endpoint.id);
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };

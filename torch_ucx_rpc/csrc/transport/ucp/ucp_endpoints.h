@@ -33,9 +33,8 @@ struct UcpEndpoint {
   }
 };
 
-// The endpoints of one UCX worker: how they are made, how their failures are found out, and how they are closed. The
-// worker lock guards it. UCX's callback for errors only notes the endpoint, since it must not close it; progress()
-// does.
+// Makes the endpoints of one UCX worker, notices their failures, and closes them. The worker lock guards it. UCX's
+// error callback must not close an endpoint. It only notes the endpoint, and progress() closes it.
 class UcpEndpoints {
  public:
   explicit UcpEndpoints(UcxLog& log) : log_(log) {}
@@ -54,8 +53,8 @@ class UcpEndpoints {
   }
   // Why a dead endpoint is dead.
   Error failureOf(const UcpEndpoint& endpoint) const;
-  // Why a send has failed. UCX fails the sends of a dead endpoint with its own status, which may blame the peer for a
-  // lack of this process.
+  // Why a send has failed. The status that UCX gives to sends of a dead endpoint may blame the peer for a lack of this
+  // process.
   Error failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const;
   std::vector<std::string> lanes(EndpointId endpoint) const;
 
@@ -70,18 +69,18 @@ class UcpEndpoints {
 
   // Gives up one endpoint.
   void abandon(EndpointId endpoint);
-  // Closes an endpoint that UCX has made for messages of a peer, unless bytes wait there. Something is being received
-  // over it, so UCX has it still. False: connect() has made it.
+  // Closes an endpoint that UCX has made for messages of a peer, unless bytes wait there. Call it only while a receive
+  // over that endpoint runs, so that UCX still has it. Returns false if connect() has made the endpoint.
   bool closeInternal(ucp_ep_h handle);
 
   // Closing the worker calls the following, in this order. abandonAll() begins to flush all endpoints. While that goes
-  // on, isDraining() holds.
+  // on, isDraining() is true.
   void abandonAll();
   bool isDraining() const {
     return !draining_.empty();
   }
-  // Closes by force the endpoints that could not be drained: those over TCP, or all others, which need no draining (see
-  // closeWhenDrained()).
+  // Closes by force the endpoints that could not be drained: those over TCP, or all others. The others need no draining
+  // (see closeWhenDrained()).
   void force(bool areOverTcp);
   // Whether the forced endpoints need more progress.
   bool isForcing(bool hasOperations) const;
@@ -105,7 +104,8 @@ class UcpEndpoints {
   IntrusiveList<UcpEndpoint> reported_; // endpoints whose failure UCX has reported, not closed yet
   IntrusiveList<UcpEndpoint> closed_; // the same, closed and not taken yet
 
-  // Endpoints that this side has given up, and their flushes. They are closed when the flushes are through.
+  // Endpoints that this side has given up, and their flushes. progress() closes the endpoints when their flushes are
+  // done.
   std::vector<std::pair<UcpEndpoint*, ucs_status_ptr_t>> draining_;
   std::vector<ucs_status_ptr_t> closing_;
 };

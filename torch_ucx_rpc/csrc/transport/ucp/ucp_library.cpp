@@ -21,7 +21,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// The only place where UCX's status codes are given a meaning.
+// Gives UCX's status codes their meaning.
 ErrorCode codeOf(ucs_status_t status) {
   switch (status) {
     case UCS_OK:
@@ -112,7 +112,7 @@ std::vector<std::string> wordsOf(const std::string& tls) {
 // True if the word of UCX_TLS means the transport.
 bool means(std::string_view word, std::string_view transport) {
   word = word.substr(0, word.find(':')); // "ud:aux" is for connecting only, which suffices here
-  if (word.starts_with('\\')) { // the transport of that name, whatever group has it too
+  if (word.starts_with('\\')) { // only the transport of that name, even if a group has that name too
     return word.substr(1) == transport;
   }
   return word == "all" || word == transport ||
@@ -137,8 +137,8 @@ const char* cureOf(ucs_status_t status) {
   }
 }
 
-// Sets what the user has not set (UCX_* variables are the user's). Each default is a setting of some transports,
-// and set only where UCX_TLS allows one of them: UCX 1.18 to 1.20 warn of settings that nothing has used.
+// Sets what the user has not set (UCX_* variables are the user's). A default of some transports is set only if UCX_TLS
+// allows one of them: UCX 1.18 to 1.20 warn of settings that nothing has used.
 void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   struct Default {
     const char* name;
@@ -146,8 +146,8 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
     std::vector<const char*> transports; // empty: UCX's own setting
   };
   const Default defaults[] = {
-      // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this setting UCX takes TCP then, even on one
-      // host.
+      // Endpoints must report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this setting UCX would use TCP for that,
+      // even on one host.
       {"MM_ERROR_HANDLING", "y", {"posix", "sysv", "xpmem"}},
       // The number of buffers that a worker makes at a time for each kind of shared memory. UCX's default is 512
       // buffers of 8 KiB. It writes to each of them, though its queue has only 256 slots. That takes twice as much
@@ -158,12 +158,12 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
       // the defaults.
       {"TCP_TX_SEG_SIZE", "64k", {"tcp"}},
       {"TCP_RX_SEG_SIZE", "256k", {"tcp"}},
-      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the
-      // kernel tries, two minutes, and with it all other calls.
+      // Connecting does not block. Otherwise the first call to a host that is down would hold the worker for as long as
+      // the kernel tries. That is two minutes, and all other calls would wait too.
       {"TCP_CONN_NB", "y", {"tcp"}},
-      // Never, in effect. Every 20 s UCX would read /proc/<pid>/stat of neighbours, and take one for dead where this
-      // process can open no more files. PeerMonitor watches all peers. Sockets have keepalive settings of their own.
-      // "inf" would also change how UCX chooses lanes.
+      // Never, in effect. Every 20 s UCX would read /proc/<pid>/stat of neighbours. If this process can open no more
+      // files, UCX would take a neighbour for dead. PeerMonitor watches all peers. Sockets have keepalive settings of
+      // their own. "inf" would also change how UCX chooses lanes.
       {"KEEPALIVE_INTERVAL", "36000000s", {}},
   };
   const std::string tls = userSetting("UCX_TLS");
@@ -178,8 +178,8 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   }
 }
 
-// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is
-// attached.
+// A connection takes up to this many files: a socket on each of two lanes, a timer, and shared memory while UCX
+// attaches it.
 constexpr size_t kFilesOfAConnection = 4;
 
 } // namespace
@@ -243,13 +243,13 @@ Error errorOfConnecting(ucs_status_t status) {
     const std::string lack = whatIsLackingToConnect(userSetting("UCX_TLS"));
     return {ErrorCode::kPeerFailed, textOf(status) + (lack.empty() ? "" : ". " + lack)};
   }
-  // Connections are made later, so no peer can have caused this: a socket or a queue pair could not be made.
+  // UCX connects later, so no peer can have caused this. UCX could not make a socket or a queue pair.
   return status == UCS_ERR_IO_ERROR ? Error(ErrorCode::kOutOfResources, textOf(status)) : errorOf(status);
 }
 
 Error errorOfEndpoint(ucs_status_t status, int someFile) {
-  // UCX says "input/output error" also where it could not open a socket, and "endpoint timeout" where that leaves a
-  // connection without a way to send (proto_reconfig.c). Where no file can be opened now, that is why.
+  // UCX also says "input/output error" if it could not open a socket. It says "endpoint timeout" if that leaves a
+  // connection without a way to send (proto_reconfig.c). If this process can open no file now, that is why.
   if (status == UCS_ERR_IO_ERROR || status == UCS_ERR_ENDPOINT_TIMEOUT) {
     if (Error files = filesForAConnection(someFile)) {
       return files;

@@ -37,7 +37,7 @@ void check(ucs_status_t status, const char* what);
 
 // Returns an error if this process may not open the files that a connection takes. It makes that many copies of
 // `someFile`, and closes them again. Without these files UCX would make half a connection, which never works and
-// reports nothing about files. So the caller must not begin it.
+// reports nothing about files. So the caller must not begin the connection.
 Error filesForAConnection(int someFile);
 
 } // namespace torch_ucx_rpc

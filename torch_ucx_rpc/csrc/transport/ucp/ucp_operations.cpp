@@ -9,7 +9,7 @@
 
 namespace torch_ucx_rpc {
 
-// pending_ lists the operation, since UCX does not tell which operations it still has, and close() must end them all.
+// pending_ lists the operation. UCX does not tell which operations it still has, and close() must end them all.
 UcpOperation* UcpOperations::begin(OperationDone& done, const UcpEndpoint* endpoint) noexcept {
   auto* operation = new (std::nothrow) UcpOperation{this, endpoint, {}};
   if (operation == nullptr) {

@@ -25,8 +25,8 @@ struct UcpOperation {
 };
 
 // The sends and receives of one UCX worker. The worker lock guards them. UCX's callbacks only note that an operation is
-// complete, in members that need no memory; tell() hands it out. A list of the others lets cancelAll() end operations
-// for which UCX never calls back.
+// complete, in members that need no memory. tell() calls its `done`. A list of the others lets cancelAll() end
+// operations for which UCX never calls back.
 class UcpOperations {
  public:
   UcpOperations(const UcpEndpoints& endpoints, UcxLog& log) : endpoints_(endpoints), log_(log) {}
@@ -42,7 +42,7 @@ class UcpOperations {
 
   // Calls `done` of each operation that UCX has completed. Returns their number. If one throws, the rest stay noted.
   unsigned tell();
-  // Completes all operations as canceled, once UCX can no longer do it. The next tell() hands them out.
+  // Completes all operations as canceled, once UCX can no longer complete them. The next tell() calls each `done`.
   void cancelAll() noexcept;
 
   // How many operations have begun whose `done` has not been called.

@@ -9,8 +9,8 @@
 namespace torch_ucx_rpc {
 
 // A message that UCX has announced and that waits at its sender. Listeners get this object's address as the handle,
-// never the address of UCX's descriptor. UCX may give the same descriptor out again while the listener still has the
-// handle of a message that it failed to store.
+// never the address of UCX's descriptor. A listener may still have the handle of a message that it failed to store. UCX
+// may then give the same descriptor out again.
 struct UcpRendezvous {
   void* descriptor; // null if UCX has it back
   const void* origin; // UCX's endpoint for it

@@ -42,7 +42,7 @@ void warnOfLoss(const std::exception_ptr& loss) {
 }
 
 // UCX asks the driver about an address, unless told that it is in host memory. Memory of a CUDA device may also be
-// managed memory, which only the driver knows. UCX 1.22 ignores the given type, and looks itself: see
+// managed memory, which only the driver knows. UCX 1.22 ignores the given type, and looks at the address itself: see
 // deviceMemoryMistaken().
 ucs_memory_type_t memoryTypeOf(Memory memory) {
   return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_CUDA;
@@ -55,8 +55,8 @@ Error noMemory() {
 }
 
 // UCX calls back in C frames, through which no exception may pass. So its callbacks only record events, in
-// UcpOperations and UcpEndpoints. tell() hands these out, from progress() and from close(). Only messages are handed
-// out at once, because eager bytes are valid during the callback only: onMessage() catches everything.
+// UcpOperations and UcpEndpoints. progress() and close() call tell(), which hands the events out. onMessage() hands
+// messages out at once, because eager bytes are valid during the callback only. It catches all exceptions.
 class UcpTransport final : public Transport {
  public:
   UcpTransport(size_t expectedPeers, const std::string& networkDevices);
@@ -194,7 +194,7 @@ void UcpTransport::destroy() {
   if (context_ != nullptr) {
     ucp_cleanup(std::exchange(context_, nullptr));
   }
-  files_.reset(); // this object may live on
+  files_.reset(); // this object may live on without the reserve
 }
 
 std::vector<std::pair<std::string, std::string>> UcpTransport::description() const {
@@ -380,16 +380,16 @@ void UcpTransport::close(int64_t limitMs) {
   }
   rendezvous_.releaseDescriptors(worker_); // of messages that arrived during the wait
 
-  // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no
-  // peer; the bound is for requests that UCX leaves behind.
+  // Closes by force the endpoints that could not be drained. A card then ends its requests, which takes progress but no
+  // peer. The deadline is for requests that UCX leaves behind.
   endpoints_.force(/*areOverTcp=*/false);
   const auto isForcing = [this] { return endpoints_.isForcing(operations_.inFlight() != 0); };
   const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
   while (isForcing() && Clock::now() < forcedDeadline) {
     turn();
   }
-  // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection
-  // might close at once (see UcpEndpoints::closeWhenDrained()). Without any, ucp_worker_destroy() would free some of
+  // TCP comes last, because both ends of a connection might close at once (see UcpEndpoints::closeWhenDrained()). Its
+  // requests then get only as much progress as they need. Without any progress, ucp_worker_destroy() would free some of
   // UCX's own memory twice (1.22).
   if (operations_.inFlight() != 0) { // else there is nothing to cancel
     endpoints_.force(/*areOverTcp=*/true);

@@ -7,11 +7,11 @@
 
 namespace torch_ucx_rpc {
 
-// Makes a transport on a UCX worker of its own. Throws std::runtime_error, with a sentence for the user, where UCX
-// cannot start.
+// Makes a transport on a UCX worker of its own. Throws std::runtime_error, with a sentence for the user, if UCX cannot
+// start.
 // - `expectedPeers` helps UCX choose resources. It is not a limit.
-// - `networkDevices` are those that UCX may use where the user's UCX_NET_DEVICES says nothing, separated by commas;
-//   empty: any.
+// - `networkDevices` lists the devices that UCX may use if the user has not set UCX_NET_DEVICES, separated by commas.
+//   Empty: any device.
 std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers, const std::string& networkDevices = {});
 
 // Version ("1.22.0") and file of the libucp that this process has loaded. The file is empty where the linker does not

@@ -20,7 +20,7 @@ thread_local UcxLog* current = nullptr;
 } // namespace
 
 UcxLog::UcxLog() {
-  // Once in a process, and never taken away: UCX calls the handlers of all its users without a lock.
+  // Adds the handler once in a process, and never removes it: UCX calls the handlers of all its users without a lock.
   [[maybe_unused]] static const bool isListening = [] {
     if (std::getenv("UCX_LOG_LEVEL") == nullptr) {
       ucs_log_push_handler(&UcxLog::onLine);

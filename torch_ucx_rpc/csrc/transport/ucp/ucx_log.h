@@ -12,16 +12,16 @@ namespace torch_ucx_rpc {
 // At an error UCX returns a status, and also writes a line to its log, which is stdout. Its log level "error" means
 // "error is returned to the user" (ucs/config/types.h). If a worker dies while another connects, such lines are
 // ordinary, and the transport reports the failure. So this class holds back the lines that UCX writes while it works
-// for a transport. A failure that the transport reports within a second before or after a line explains it: the lanes
-// of an endpoint may fail one after the other. The failure takes the first line into its text. Lines that no failure
-// explains are shown a second later, as UCX would have shown them.
+// for a transport. A failure explains a line if the transport reports it within a second before or after the line. The
+// lanes of an endpoint may fail one after the other. The failure takes the first line into its text. A line that no
+// failure explains appears a second later, as UCX would have shown it.
 //
-// UCX also warns of each request that a worker has when it is destroyed. A transport that has given up requests to dead
-// workers expects these warnings, and drops them.
+// UCX also warns of each request that a worker has when the worker is destroyed. A transport that has given up requests
+// to dead workers expects these warnings, and drops them.
 //
-// UCX shows everything else as usual: other warnings, lines of other users of UCX in this process and of UCX's own
-// thread, what UCX says when it starts a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this
-// way.
+// UCX shows everything else as usual: other warnings, and what UCX says when it starts a worker. The same holds for
+// lines of UCX's own thread and of other users of UCX in this process. If UCX_LOG_LEVEL is set, UCX shows all lines.
+// Fatal lines do not come this way.
 //
 // The worker lock guards it. Holding a line back takes no memory and no lock.
 class UcxLog {
