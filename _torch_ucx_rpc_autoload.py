@@ -11,7 +11,7 @@ import functools
 import os
 from typing import Any
 
-# Both stand in torch_ucx_rpc/_torch/replace.py too; a test compares them.
+# torch_ucx_rpc/_torch/replace.py has both constants too; a test compares them.
 VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
 # Values that leave everything as it is. The package reads all other values, and refuses unknown ones.
 OFF = ("", "0")

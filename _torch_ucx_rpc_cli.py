@@ -29,7 +29,7 @@ DEVICES = ("auto", "cpu", "gpu")
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes, one for each outcome, whichever command has it. ``run`` also returns its workers' codes."""
+    """Exit codes, one for each outcome of any command. ``run`` also returns its workers' codes."""
 
     OK = 0
     # Python's own code after an exception, such as a failed import.
@@ -124,9 +124,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     """Start the workers of a job on this machine, or this machine's part of a job on several, and wait for their end.
 
     Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
-    appears with its name in front. When one fails, the others are ended, its traceback comes last, and its exit code is
-    that of this command: 128 plus the number of the signal, if one killed it. Ctrl-C and SIGTERM end all, on all
-    machines. The exit code is 6 if the job could not start, or its machines lost each other.
+    appears with its name in front. If a worker fails, this command ends the others, and shows the worker's traceback
+    last. The exit code is then that of the worker, or 128 plus the number of the signal that killed it. Ctrl-C and
+    SIGTERM end the workers of all machines. The exit code is 6 if the job could not start, or if its machines lost each
+    other.
 
         torch-ucx-rpc run -n 4 train.py --epochs 3
         torch-ucx-rpc run --role ps=2 --role trainer=8 train.py
@@ -151,21 +152,21 @@ def _run(parser: argparse.ArgumentParser) -> None:
         type=_role,
         metavar="NAME=COUNT",
         help="a role and how many workers of the whole job have it; repeated, in the order of ranks. A worker finds "
-        "its own in ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE, and init_rpc() names it NAME0, NAME1, ...",
+        "its role in ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE, and init_rpc() names it NAME0, NAME1, ...",
     )
     workers.add_argument(
         "--max-restarts",
         type=_count,
         default=0,
         metavar="N",
-        help="how often all workers are started again when one has failed (default: 0). TORCHELASTIC_RESTART_COUNT "
-        "tells a worker how often that was",
+        help="how often to restart all workers after one has failed (default: 0). TORCHELASTIC_RESTART_COUNT has the "
+        "number of restarts so far",
     )
     workers.add_argument(
         "--start",
         choices=("fork", "exec"),
         help="fork workers from a process that has imported torch, or let each import it; by default fork, if a worker "
-        "cannot tell the difference",
+        "cannot notice the fork",
     )
     workers.add_argument(
         "--preload",
@@ -183,7 +184,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="what workers write goes to the files <name>.stdout and <name>.stderr there",
+        help="write the output of workers to files <name>.stdout and <name>.stderr in this folder",
     )
     machines = parser.add_argument_group("several machines: the same command on each")
     machines.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines of the job (default: 1)")
@@ -191,10 +192,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "--node-rank",
         type=int,
         metavar="R",
-        help="number of this one, from 0 on; ranks follow it",
+        help="number of this machine, from 0 on; ranks follow it",
     )
     machines.add_argument(
-        "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where they meet: a free port of number 0"
+        "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where the machines meet: a free port of machine 0"
     )
     program = parser.add_argument_group("program")
     kinds = program.add_mutually_exclusive_group()
@@ -206,7 +207,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
 def _info(parser: argparse.ArgumentParser) -> None:
     """Show what this installation and this machine offer, and problems of either, with the cure.
 
-    It runs where the package itself cannot be imported too. The exit code is 1 if the package cannot be used. With
+    It also runs where the package itself cannot be imported. The exit code is 1 if the package cannot be used. With
     --strict it is 4 if there are other problems. Otherwise it is 0.
     """
     parser.add_argument("--strict", action="store_true", help="exit with 4 if there are warnings")
@@ -217,8 +218,8 @@ def _check(parser: argparse.ArgumentParser) -> None:
     """Start workers, let each call every other, and show for each pair which way UCX took and how fast it is.
 
     Alone it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a worker, and
-    rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code, of rank 0, is
-    0 if all is well, 4 after warnings, and 3 if workers could not call each other.
+    rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code of rank 0 is 0
+    if all is well, 4 after warnings, and 3 if workers could not call each other.
     """
     parser.add_argument(
         "-n",
@@ -236,12 +237,12 @@ def _check(parser: argparse.ArgumentParser) -> None:
 def _top(parser: argparse.ArgumentParser) -> None:
     """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
-    It finds the same user's workers on this host without a setting in the job; they ask the workers on other hosts.
-    Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow terminal has some
-    of them):
+    This command finds the same user's workers on this host without a setting in the job. They ask the workers on other
+    hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow terminal
+    has some of them):
 
         calls, open   calls made by the worker, and those that wait for an answer
-        p50, p99      how long calls took that were completed, of the last interval
+        p50, p99      durations of the calls that were completed in the last interval
         sent, recv    bytes of messages
         run, wait     calls of others that a thread runs; those that wait
                       for one, and messages that wait at their senders
@@ -249,8 +250,9 @@ def _top(parser: argparse.ArgumentParser) -> None:
         pool          memory of receive buffers, in use and idle
         failed        calls made by the worker that failed, since its start
 
-    With --services a line for each name of torch_ucx_rpc.services and each worker that offers it: how many replicas
-    there are, calls of it, those that go on, and those that have raised since it was registered.
+    With --services there is a line for each name of torch_ucx_rpc.services and each worker that offers it. The line has
+    the number of replicas, the calls, the calls that are running, and the calls that have raised since the name was
+    registered.
     """
     parser.add_argument(
         "--pid", type=int, help="a worker of the job to watch, if several jobs have workers on this host"

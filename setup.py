@@ -59,7 +59,7 @@ class CMakeBuild(build_ext):
 
 
 class PinnedEggInfo(egg_info):
-    """Metadata; with TORCH_UCX_RPC_PIN=1, which is for wheels that others install, they name the torch of the build.
+    """Metadata. With TORCH_UCX_RPC_PIN=1, for wheels that others install, the metadata name the torch of the build.
 
     TORCH_UCX_RPC_HOME_PAGE is the address of the repository that makes a release.
     """
@@ -77,7 +77,7 @@ class PinnedEggInfo(egg_info):
             except build_environment.Missing as missing:
                 sys.exit(f"torch_ucx_rpc: {missing}")
             self.tag_build = f"+{local_version}"
-            # setuptools has copied the one to the other before, and writes both.
+            # setuptools has already copied one attribute to the other, and writes both.
             self.distribution.install_requires = self.distribution.metadata.install_requires = required
         super().finalize_options()
 

@@ -204,7 +204,7 @@ class Decider:
 
 
 def difference(spec: Spec, known: Spec, has_begun: bool) -> str | None:
-    """Say why a known server cannot be used with these arguments, if so."""
+    """Return the reason why these arguments do not fit a known server, or None."""
     for what in ("hosts", "optimizer", "checkpoint", "checkpoint_every", "expected"):
         ours, theirs = getattr(spec, what), getattr(known, what)
         if what == "expected":

@@ -52,7 +52,8 @@ class Shard:
         self.optimizer: torch.optim.Optimizer = pickle.loads(spec.optimizer)(self.parameters)
         self._path = path
         self._every = spec.checkpoint_every
-        # Guards the requests for the parameters, each with the step that it waits for. Held for moments only.
+        # Guards the requests for the parameters, each with the step that it waits for. Threads hold it only for
+        # moments.
         self.asking = threading.Lock()
         self.requests: list[tuple[int, Future[list[Tensor]]]] = []
 
@@ -188,7 +189,7 @@ class Host:
             shard = self._find(key, number, spec)
             if shard is None:
                 raise RuntimeError(self._lost(key))
-            # Hold the lock: the shard may be dropped, and takes its requests along.
+            # Hold the lock: another thread could drop the shard, and its requests with it.
             values = shard.when(step)
         shard.tell()
         return values
@@ -241,7 +242,7 @@ class Host:
             is_same = shard is not None and (shard.step, shard.committed) == (opening.step, opening.committed)
             requests = []
             if shard is not None and not is_same and (shard.committed != NEVER or shard.restored_from is not None):
-                # Others may have gone on without this host, and saved.
+                # Other hosts may have gone on without this one, and saved a checkpoint.
                 del self._shards[key, number]
                 with shard.asking:
                     requests, shard.requests = shard.requests, []

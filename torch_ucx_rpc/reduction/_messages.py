@@ -13,7 +13,7 @@ NEVER = -1
 _ATTEMPTS = 20
 
 
-# The names of all channels of models begin so.
+# The beginning of the names of all channels of models.
 CHANNELS = "reduction/"
 
 
@@ -38,7 +38,7 @@ class Spec(NamedTuple):
     hosts: tuple[str, ...]
     # The number or the names of the trainers that the first step waits for.
     expected: int | tuple[str, ...]
-    # Makes the optimizer of a server that updates, as pickled bytes: factories do not compare.
+    # Makes the optimizer of a server that updates, as pickled bytes: factories cannot be compared.
     optimizer: bytes | None
     checkpoint: str | None
     checkpoint_every: int
@@ -91,7 +91,7 @@ class Knowledge(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """The decider has opened a step of a model; it goes on with the next steps as they are closed.
+    """The decider has opened a step of a model. The opening also holds for the next steps as they are closed.
 
     It also says that the previous step was closed, in the generation ``committed``.
     """
@@ -123,7 +123,7 @@ def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept], may_keep:
     """Return the living host of each shard; none if trainers share the work.
 
     If several hosts have the parameters of a shard, the one with the latest step is taken. If none has them, and
-    ``may_keep`` says that a silent host may, there are no hosts: the shard waits for that one.
+    ``may_keep`` says that a silent host may, there are no hosts: the shard waits for that host.
     """
     names = [name for name in spec.hosts if name in living]
     if spec.optimizer is None or not names:

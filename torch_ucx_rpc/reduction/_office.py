@@ -1,7 +1,7 @@
 """This worker among the others: `Office`, which knows the epoch and carries the messages of trainers, hosts and
 decider.
 
-A message of another epoch than this worker's is dropped, or waits until the worker gets there.
+A message of another epoch than this worker's is dropped, or waits until this worker enters that epoch.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.02
 # Seconds after which a host that was left out comes back; they double each time.
 _COMING_BACK_S, _MOST_S = 1.0, 60.0
-# Seconds between two looks for hosts that were started again.
+# Seconds between two searches for restarted hosts.
 _CALLING_BACK_S = 0.5
 # Seconds after which a worker outside the epoch is asked again for its state.
 _ASKING_S = 5.0
@@ -173,8 +173,8 @@ class Office:
         self.changed.wait(left)
 
     def _at(self, number: int, decides: bool, act: Callable[[], None]) -> None:
-        """Run a function once this worker is in an epoch; with ``decides``, once the decider knows what all members
-        know."""
+        """Run a function once this worker is in an epoch; with ``decides``, once the decider has the knowledge of all
+        members."""
         with self.changed:
             is_early = number > self._number()
             if is_early or (decides and number == self._number() and self._decider and not self._decider.is_open):
@@ -332,7 +332,7 @@ class Office:
             self._call(name, _receive, opening)
 
     def _may_have(self, key: str) -> bool:
-        """Tell whether a living worker outside the epoch has a model, or has not said so yet. The caller holds the
+        """Tell whether a living worker outside the epoch has a model, or has not answered yet. The caller holds the
         lock."""
         assert self.epoch is not None
         inside = {one.name for one in self.epoch.members}
@@ -340,7 +340,7 @@ class Office:
         for name in outside:
             asked = self._asked.get((key, name))
             if asked is None or (asked.done() and not _is_answered(asked)):
-                with contextlib.suppress(RuntimeError):  # it has just gone
+                with contextlib.suppress(RuntimeError):  # the worker has just ended
                     self._asked[key, name] = asked = rpc.rpc_async(name, _has, args=(key,), timeout=_ASKING_S)
                     asked.add_done_callback(lambda _: self._later(0, self._look_again))
         answers = [self._asked.get((key, name)) for name in outside]
@@ -372,7 +372,7 @@ class Office:
 
     def _drop(self, key: str, channel: Channel) -> None:
         self._dropped[key] = channel.epoch
-        # Not closed: values that come late, as after a cut, would wait for ever.
+        # Do not close the channel: values that come late, as after a network cut, would wait for ever.
         channel.advance(channel.epoch + 1)
         del self._openings[key]
 

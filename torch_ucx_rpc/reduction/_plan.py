@@ -19,7 +19,8 @@ _UNEVEN = 1.3
 
 
 def spread(sizes: Sequence[int], shards: int) -> list[int]:
-    """Return a shard for each of these sizes, so that all shards get about as much. All processes agree."""
+    """Return a shard for each of these sizes, so that all shards get about as much. All processes get the same
+    result."""
     loads = [0] * shards
     assignment = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -30,7 +31,7 @@ def spread(sizes: Sequence[int], shards: int) -> list[int]:
 
 
 def difference(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> str:
-    """Say where these shapes differ from a server's, if they do."""
+    """Describe where these shapes differ from a server's."""
     pairs = enumerate(zip(shapes, expected, strict=False))
     index = next((index for index, pair in pairs if pair[0] != pair[1]), min(len(shapes), len(expected)))
     return (

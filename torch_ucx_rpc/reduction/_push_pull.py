@@ -30,16 +30,17 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
     are the new parameters.
 
     Args:
-        gradients: gradients of all parameters, in the same order each time; or one tensor.
-        quorum (int): a step is complete with that many trainers, and the mean is theirs; the gradients of those that
-            come later are dropped. The same for all trainers. (default: all present trainers)
+        server (Server): result of `serve`.
+        gradients (Tensor or list): gradients of all parameters, in the same order each time; or one tensor.
+        quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
+            Gradients of late trainers are dropped. All trainers must give the same quorum (default: None, all present
+            trainers).
 
-    Raises TypeError for gradients that are not floating point; ValueError for sparse gradients, for other shapes than
-    the server's, and for a quorum above the number of trainers.
+    Raises TypeError for gradients that are not floating point. Raises ValueError for sparse gradients, for other shapes
+    than the server's, and for a quorum above the number of trainers.
 
-    Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. It also
-    raises that if all hosts are lost, or if others have closed a step without this trainer, so that it has missed a
-    mean.
+    Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. Raises it
+    also if all hosts are lost, or if others have closed a step without this trainer, so that it has missed a mean.
 
     Example::
 

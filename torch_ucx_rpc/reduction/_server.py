@@ -43,11 +43,12 @@ _TRAINERS = "trainers"
 
 
 class Server:
-    """The result of `serve`: the server as one trainer sees it. As a context manager, it leaves at the end.
+    """The result of `serve`: the server as one trainer sees it. As a context manager, it makes this trainer leave at
+    the end.
 
     Attributes:
         name (str): name of the server.
-        hosts (tuple[str, ...]): the workers that share it; none if the trainers do.
+        hosts (tuple[str, ...]): the workers that share the work; empty if the trainers share it.
         trainers (int): how many trainers the first step waits for; 1 if that is unknown.
     """
 
@@ -84,7 +85,8 @@ class Server:
     def contributors(self) -> Contributors | None:
         """The contributors to the mean of this trainer's last step; None before the first one.
 
-        It has their workers' names, the index of this trainer among them (None if it came late), and the divisor.
+        The value has their workers' names, the index of this trainer among them (None if it came late), and the
+        divisor.
         """
         return max(
             (steps.contributors_at for steps in self._living() if steps.contributors_at is not None),
@@ -127,7 +129,7 @@ class Server:
         return steps
 
     def make_by_hand(self, name: str, **options: Any) -> Steps:
-        """Return steps that this process takes part in; the caller keeps them. `make` explains the options."""
+        """Return steps that this process takes part in; the caller keeps them. `Steps` explains the options."""
         options.setdefault("expected", self.spec.expected)
         steps = Steps(self.name, name, **options)
         self._steps = [one for one in self._steps if one() is not None]
@@ -194,20 +196,21 @@ def serve(
     """Return the server that sums the gradients of several trainers. Every trainer calls this with the same arguments.
 
     Args:
-        hosts: names of the workers that share the work; they need not call anything. Without any, the trainers share
-            it.
-        trainers: how many trainers the first step waits for, or the names of their workers (default: in a group of
-            fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
-        parameters: tensors that the hosts keep and update, for `push_pull`; the first trainer's values are taken.
-        optimizer: makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD, lr=0.1)``.
-            It must be picklable.
-        checkpoint (str): folder in which the hosts save parameters and optimizer, for a host that takes over or
-            restarts; all hosts must see it.
-        checkpoint_every (int): updates between two checkpoints. (default: 100)
-        name (str): distinguishes servers with the same hosts.
+        hosts (str or WorkerInfo): the workers that share the work; they need not call anything. Without hosts, the
+            trainers share it.
+        trainers (int or list): how many trainers the first step waits for, or the names of their workers (default: in a
+            group of fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
+        parameters (iterable of Tensors): tensors that the hosts keep and update, for `push_pull` (default: None). The
+            first trainer's values apply.
+        optimizer (callable): makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD,
+            lr=0.1)`` (default: None). It must be picklable.
+        checkpoint (str or Path): folder in which the hosts save parameters and optimizer, for a host that takes over or
+            restarts (default: None). All hosts must see it.
+        checkpoint_every (int): updates between two checkpoints (default: 100).
+        name (str): distinguishes servers with the same hosts (default: the hosts' names).
 
     Raises ValueError for a host that is not a worker of the job (naming similar names), and for arguments other than
-    the first trainer's; RuntimeError if RPC is not running or all hosts are lost.
+    the first trainer's. Raises RuntimeError if RPC is not running or all hosts are lost.
 
     Example::
 
@@ -325,7 +328,7 @@ def _check_hosts(hosts: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _absent(names: tuple[str, ...], life: Life) -> str | None:
-    """Return a refusal if no living worker has a name. If others know the server, the host has died."""
+    """Return a refusal if no living worker has one of these names. If others know the server, that host has died."""
     workers = [info.name for info in life.living()]
     for name in names:
         if name not in workers:

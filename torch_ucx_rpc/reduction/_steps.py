@@ -86,7 +86,7 @@ class Steps:
 
         With ``is_cut`` each bucket is one flat tensor, of which each host gets a part; otherwise each of its tensors
         goes whole to one host. ``sizes`` describes the buckets of each step, if known: numbers of elements, and bytes
-        of one.
+        of one element.
         """
         self.key = f"{server}/{name}"
         self.name = name
@@ -112,7 +112,7 @@ class Steps:
         self._prepared_by = Contributors((), None, 0)
         # An opening that has failed: another one will come.
         self._tried: Opening | None = None
-        # Until the step is closed, parameters are as they were at its beginning, so others may have them.
+        # Until the step is closed, parameters are as they were at its beginning, so other trainers may get them.
         self._is_begun = False
         self._requests: list[Future[Any]] = []
         # State of the very first trainer, until its first step is closed: a forward changes buffers.
@@ -148,7 +148,7 @@ class Steps:
         return bool(self._buckets)
 
     def begin(self, are_equal: bool = False) -> None:
-        """Join, either with the first trainers or with the state of another one.
+        """Join, either with the first trainers or with the state of another trainer.
 
         ``are_equal`` means that the first trainers have equal parameters, and that a later one cannot begin without
         state.
@@ -219,7 +219,7 @@ class Steps:
             self._go_on(rpc_deadline(), until_closed=True)
             results = self._results
             if not self._is_cut:
-                # The caller owns them now.
+                # The caller owns these results now.
                 self._results = []
             return results
         except Exception as error:
@@ -524,7 +524,7 @@ def rpc_deadline() -> float | None:
 
 
 def _left(deadline: float | None) -> float:
-    # 0 has no limit.
+    # For channels, 0 means no limit.
     return 0 if deadline is None else max(0.001, deadline - time.monotonic())
 
 

@@ -25,7 +25,7 @@ from torch_ucx_rpc.services._table import Offer, Service, names_of, owners_of, s
 
 _logger = logging.getLogger(__name__)
 
-# Seconds between two looks of a watch whether RPC has been shut down.
+# Seconds between two checks of a watch whether RPC has been shut down.
 _GLANCE_S = 1.0
 
 
@@ -54,14 +54,15 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
 
     Args:
         name (str): name of the service, not empty.
-        function: anything callable: a function, a bound method, a module. It stays here, so it need not be picklable.
-            If ``rpc.functions.async_execution`` decorates it, it returns a future, whose result is the answer.
-        idempotent (bool): executing a call twice does no harm, so it is repeated with another replica when one is lost.
-            (default: False)
+        function (callable): a function, a bound method, or a module. It stays on this worker, so it need not be
+            picklable. If ``rpc.functions.async_execution`` decorates it, it returns a future, whose result is the
+            answer.
+        idempotent (bool): executing a call twice does no harm (default: False). When a replica is lost, its calls are
+            then repeated with another replica.
 
     Raises `NameTaken`, which names the owner, if the name is a value, has another ``idempotent``, or is registered by
-    this worker already; TypeError if ``function`` cannot be called; RuntimeError if no worker decides on names for
-    ``rpc_timeout``. After an error the name is not registered on any worker.
+    this worker already. Raises TypeError if ``function`` cannot be called, and RuntimeError if no worker decides on
+    names for ``rpc_timeout``. After an error the name is not registered on any worker.
 
     Example::
 
@@ -113,7 +114,7 @@ def _offer(things: Mapping[str, Any], offer_of: Callable[[Any], Offer]) -> None:
                 f"the name {taken[0]!r} is taken: this worker, {known.info.name!r}, offers it already; call "
                 f"services.unregister({taken[0]!r}) first"
             )
-        # Others may call it before the decision arrives here.
+        # Other workers may call a name before the decision arrives here.
         for name, value in things.items():
             known.served[name] = added[name] = Served(name, value)
     try:
@@ -173,7 +174,7 @@ def get(name: str) -> Any:
 
 
 def members(*, role: str | None = None) -> list[Member]:
-    """Return the living workers by rank, all or the ones of a role."""
+    """Return the living workers by rank: all, or those with one role."""
     if role is not None:
         check_str("role", role)
     known = directory()
@@ -199,8 +200,8 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
 
     Args:
         name (str): name of a service or of a value.
-        replicas (int): how many workers, at least. (default: 1)
-        timeout (float): in seconds. (default: ``rpc_timeout``; 0 for none)
+        replicas (int): how many workers, at least (default: 1).
+        timeout (float): limit in seconds, 0 for none (default: ``rpc_timeout``).
 
     Raises TimeoutError, which lists the workers that offer the name.
 

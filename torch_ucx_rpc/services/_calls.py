@@ -115,10 +115,10 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
     Args:
         name (str): name of the service.
-        *args: its positional arguments.
-        **kwargs: its keyword arguments.
-        timeout (float): in seconds, as in ``rpc_sync`` (default: ``rpc_timeout``; 0 for none). If the service has a
-            parameter of this name, pass that by position.
+        *args: positional arguments of the service.
+        **kwargs: keyword arguments of the service.
+        timeout (float): limit in seconds, 0 for none, as in ``rpc_sync`` (default: ``rpc_timeout``). If the service has
+            a parameter of this name, pass that by position.
 
     If the replica is lost and the service is idempotent, the call is repeated with another one, as often as there are
     replicas. A replica that no longer offers the name has executed nothing, so another one is called.
