@@ -1,8 +1,8 @@
 """How fast does a value of a channel travel?
 
-Two workers on one host. A round trip of 4 KiB, one value there and one back, is compared with a call of a builtin
-operator, and with gloo's ``send`` and ``recv`` between the same workers. 64 MiB into posted tensors are compared with a
-memcpy.
+Two workers on one host. The round trip of 4 KiB is one value there and one back. It is compared with a call of a
+builtin operator, and with gloo's ``send`` and ``recv`` between the same workers. 64 MiB into posted tensors are
+compared with a memcpy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Does the cost grow as the work grows?
 
-The echo of a tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers. It measures times, and
-how much the callee's peak of resident memory grows. Straight lines are good. A step shows a badly chosen threshold.
-plot.py draws the results.
+The echo of a tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers. The benchmark measures
+times, and how much the callee's peak of resident memory grows. Straight lines are good. A step shows a badly chosen
+threshold. plot.py draws the results.
 """
 
 from __future__ import annotations

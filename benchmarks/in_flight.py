@@ -1,7 +1,7 @@
 """What do many calls at once cost, the first time?
 
-300 asynchronous calls with 1 MiB each, which the callee sums. The two workers have exchanged nothing large before. It
-measures the throughput, and how much the callee's peak of resident memory grows.
+300 asynchronous calls with 1 MiB each, which the callee sums. The two workers have exchanged nothing large before. The
+benchmark measures the throughput, and how much the callee's peak of resident memory grows.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ UCX = Transport("UCX", "UCX", lanes="sysv|posix")
 TENSORPIPE = Transport("TensorPipe", "TENSORPIPE")
 UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lanes=r"(?!.*(sysv|posix)).*tcp")
 # TensorPipe without the transport and the channel for one host (shm, cma), as between hosts. mpt_uv sends large tensors
-# over several connections. Without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
+# over several connections. Without mpt_uv the echo of 64 MiB takes 1.2 to 1.3 times as long.
 TENSORPIPE_UV = Transport(
     "TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
 )

@@ -1,8 +1,8 @@
 """What does a worker do if it is called faster than it can answer?
 
-worker1, worker2 and worker3 together make 10,000 calls of 1 MiB at once to worker0, which sums each. It measures the
-throughput, and how much worker0's peak of resident memory grows. At the same time worker4, and worker1 itself, make
-small calls to worker0, one after the other. How long do these take?
+worker1, worker2 and worker3 together make 10,000 calls of 1 MiB at once to worker0, which sums each. The benchmark
+measures the throughput, and how much worker0's peak of resident memory grows. At the same time worker4, and worker1
+itself, make small calls to worker0, one after the other. How long do these take?
 """
 
 from __future__ import annotations

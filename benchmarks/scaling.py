@@ -1,9 +1,9 @@
 """What does one more worker cost: time to start, and memory and open files for each peer?
 
 All workers are on this machine, each in its own interpreter. They start together, each calls every other once, and they
-shut down together. For each number of workers, it reports the wall time of the three steps. It also reports the median
-over the workers (lowest to highest) of memory and open files, at rest and after all calls. Memory is the proportional
-share (Pss), in which memory that processes share counts once.
+shut down together. For each number of workers, the program reports the wall time of the three steps. It also reports
+memory and open files at rest and after all calls: the median over the workers, and the lowest and highest. Memory is
+the proportional share (Pss), in which memory that processes share counts once.
 
     python benchmarks/scaling.py [--workers 2 4 8 16 32 64] [--tcp] [--json FILE]
 """

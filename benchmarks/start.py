@@ -1,8 +1,8 @@
 """Where does the time of a job's start go?
 
 It runs the life of a job of many_workers.py. For each stage it says when the first, the median and the last worker have
-finished it, and the CPU time, context switches and page faults of all workers together. On two cores a stage takes at
-least half of that CPU time. The rest of a stage's time is waiting.
+finished. It also gives the CPU time, context switches and page faults of all workers together. On two cores a stage
+takes at least half of that CPU time. The rest of a stage's time is waiting.
 
     python -m benchmarks.start [--workers 24] [--rounds 3] [--preload]
 """

@@ -3,9 +3,9 @@
     tools/release.sh wheels                                        all that this machine can build
     tools/release.sh wheels --torch 2.13 2.14.0 --python 3.13      these
 
-It uses each Python that setup.cfg names and that is on PATH. For each Python it uses the newest patch release of each
-minor release of torch that the index has, from the oldest one that setup.cfg allows. A table at the end also lists
-omissions with their reasons.
+It uses each Python that setup.cfg names and that is on PATH. For each Python and each minor release of torch that
+setup.cfg allows, it uses the newest patch release in the index. A table at the end also lists omissions with their
+reasons.
 
 A wheel is named for its torch, as in 0.2.0+torch2.13, and requires it. It does not contain the libraries of torch and
 UCX, which exist at run time. auditwheel gives it the tag of the oldest glibc that it runs with. For manylinux_2_28 run

@@ -182,7 +182,7 @@ def test_without_a_device_map_a_cuda_tensor_is_refused() -> None:
 
 @needs_rmm
 @in_worker0(of=2, options={**RMM, "device_pool_bytes": 2**30})
-def test_tensors_arrive_in_a_pool_of_rmms() -> None:
+def test_tensors_arrive_in_rmms_pool() -> None:
     for elements in (0, SMALL, LARGE):
         arrived = rpc.rpc_sync("worker1", echo, (full(elements, 3),))
         assert torch_ucx_rpc.statistics().device_pool_in_use_bytes == arrived.nbytes
@@ -314,7 +314,7 @@ def test_rrefs_hold_cuda_tensors() -> None:
 
 
 @in_worker0(of=2, options=SAME)
-def test_distributed_autograd_with_cuda_tensors() -> None:
+def test_distributed_autograd_works_with_cuda_tensors() -> None:
     a, b = (torch.rand(64, 64, device="cuda", requires_grad=True) for _ in range(2))
     (a @ b).sum().backward()
     with dist_autograd.context() as context:
@@ -326,7 +326,7 @@ def test_distributed_autograd_with_cuda_tensors() -> None:
 
 
 @in_worker0(of=2, options=SAME)
-def test_a_remote_module_on_a_gpu() -> None:
+def test_a_remote_module_works_on_a_gpu() -> None:
     module = RemoteModule("worker1/cuda:0", torch.nn.Linear, args=(8, 5))
     result = module.forward(torch.ones(2, 8, device="cuda"))
     assert result.shape == (2, 5)

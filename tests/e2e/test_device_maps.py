@@ -16,7 +16,7 @@ TO_THE_CPU = {"device_maps": {"worker0": {"cpu": "cpu"}, "worker1": {"cpu": "cpu
 
 # torch sends gradients by the inverse of a map, and their receiver checks their devices.
 @in_worker0(of=2, options=TO_THE_CPU)
-def test_gradients_flow_where_there_are_device_maps() -> None:
+def test_gradients_follow_device_maps() -> None:
     with dist_autograd.context() as context:
         a, b = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
         product = rpc.rpc_sync("worker1", torch.mul, args=(a, b))

@@ -92,7 +92,7 @@ def end_in_the_midst(rank: int, way: str, ended: Path) -> list[int]:
     with pytest.raises(WorkerLost) as raised:
         rpc.rpc_sync("worker1", time.sleep, (60,))
     assert raised.value.name == "worker1"
-    # This is enough on a busy machine, and much less than UCX itself takes.
+    # This limit is enough on a busy machine, and much less than UCX itself takes.
     assert time.time() - ended.stat().st_mtime < 10
     with pytest.raises(BarrierFailed) as failed:
         rpc.shutdown()

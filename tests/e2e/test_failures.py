@@ -99,7 +99,7 @@ def fetch(rref: rpc.RRef) -> object:
     return rref.to_here()
 
 
-def test_worker_outlives_owners_of_rrefs_in_the_making(run_workers: Callable[..., list]) -> None:
+def test_worker_survives_deaths_of_owners_of_unfinished_rrefs(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(outlive_owners_to_be), **DEATH_OF_WORKER1)
 
 

@@ -125,7 +125,7 @@ def test_forked_child_keeps_no_listening_socket_of_its_parent(rank: int) -> None
 
 
 @in_every_worker(of=1)
-def test_child_forked_during_an_answer_does_not_delay_it(rank: int) -> None:
+def test_child_forked_during_an_answer_does_not_delay_the_answer(rank: int) -> None:
     children = []
 
     def fork_and_answer() -> Statistics:

@@ -171,7 +171,7 @@ def send(name: str, value: object) -> list[str]:
 
 @pytest.mark.ucx_only
 @pytest.mark.parametrize("mode", MODES)
-def test_values_travel_alike_within_every_mode(mode: str) -> None:
+def test_values_travel_alike_in_every_mode(mode: str) -> None:
     run_workers(2, call_within, mode, silent=False, timeout=150)
 
 
@@ -181,7 +181,7 @@ def numbers() -> torch.Tensor:
 
 @over_shared_memory
 @in_worker0(of=2)
-def test_results_within_inference_mode_can_be_trained_with() -> None:
+def test_results_in_inference_mode_can_be_used_in_training() -> None:
     weight = torch.ones(3, requires_grad=True)
     with torch.inference_mode():
         results = [
@@ -198,7 +198,7 @@ def test_results_within_inference_mode_can_be_trained_with() -> None:
 @over_shared_memory
 @pytest.mark.ucx_only
 @in_worker0(of=2)
-def test_modes_of_a_waiting_caller_spare_other_threads() -> None:
+def test_modes_of_a_waiting_caller_affect_no_other_thread() -> None:
     kinds: list[bool] = []
 
     def call() -> None:

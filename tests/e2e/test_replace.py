@@ -155,7 +155,7 @@ def test_without_the_variable_nothing_is_loaded_or_changed(env: dict[str, str]) 
     assert VARIABLE not in ended.stderr
 
 
-def test_autoload_module_and_package_mean_one_variable() -> None:
+def test_autoload_module_and_package_read_one_variable() -> None:
     assert (autoload.VARIABLE, autoload.OFF) == (replace.VARIABLE, replace.OFF)
 
 

@@ -83,7 +83,7 @@ def create_an_rref_too_late(rank: int) -> None:
                 rref._get_future().wait()
             with pytest.raises(RRefLost, match=r"rpc.remote\(\) timed out"):
                 rref.to_here()
-        # The shutdown waits only a second for an owner. It may take longer to receive so much.
+        # The shutdown waits only a second for an owner. The owner may take longer to receive so much.
         eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
 
 

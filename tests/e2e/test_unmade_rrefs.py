@@ -174,7 +174,7 @@ def ask_within_a_context(rank: int) -> None:
     assert_no_references()
 
 
-def test_a_context_of_distributed_autograd_changes_nothing() -> None:
+def test_an_autograd_context_does_not_change_the_error() -> None:
     workers.run_workers(3, ask_within_a_context, silent=False)
 
 
@@ -187,7 +187,7 @@ def ask_with_a_timeout(rank: int) -> None:
     assert_no_references()
 
 
-def test_a_timeout_changes_nothing() -> None:
+def test_a_timeout_does_not_change_the_error() -> None:
     workers.run_workers(3, ask_with_a_timeout, silent=False)
 
 
@@ -227,7 +227,7 @@ def occupy_a_thread() -> None:
 # All threads of the owner wait, so it refuses the request unread.
 @workers.over_shared_memory
 @workers.in_worker0(of=3, options={"num_worker_threads": 4, "max_worker_threads": 4}, silent=False)
-def test_an_rref_that_its_owner_had_no_thread_for_is_lost() -> None:
+def test_an_rref_is_lost_if_its_owner_had_no_thread_for_it() -> None:
     blocked = [rpc.rpc_async("worker1", occupy_a_thread) for _ in range(4)]
     eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "4", "all threads of the owner wait")
     rref = rpc.remote("worker1", take)

@@ -87,7 +87,7 @@ def test_a_parameter_server_runs_unedited_on_both_backends(tmp_path: Path, backe
     assert all(last <= first / 100 for first, last in losses(printed)), printed
 
 
-def test_the_parameter_server_knows_no_backend() -> None:
+def test_the_parameter_server_names_no_backend() -> None:
     program = (EXAMPLES / "parameter_server.py").read_text(encoding="utf-8").lower()
     assert "ucx" not in program
     assert "tensorpipe" not in program

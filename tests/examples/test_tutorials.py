@@ -1,7 +1,8 @@
-"""Programs written for TensorPipe run unchanged on UCX. There is one for each pattern of PyTorch's RPC tutorials.
+"""Programs written for TensorPipe run unchanged on UCX. There is one program for each pattern of PyTorch's RPC
+tutorials.
 
-The scripts, in ``examples/tutorials``, do not use this package; only the environment variable is added. Each checks its
-own results, and scripts without races print the same on TensorPipe.
+The scripts, in ``examples/tutorials``, do not use this package; only the environment variable is added. Each script
+checks its own results, and scripts without races print the same on TensorPipe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One cluster serves all tests of launchers, since its start takes seconds.
 
-The cluster and the virtual hosts have fixed names and addresses, so their tests run in one process of pytest-xdist, one
-after the other. Tests of starts and facts need only this machine, and run in other processes.
+The cluster and the virtual hosts have fixed names and addresses. So their tests run one after the other, in one process
+of pytest-xdist. Tests of starts and facts need only this machine, and run in other processes.
 """
 
 from __future__ import annotations

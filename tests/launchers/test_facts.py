@@ -91,7 +91,7 @@ def test_launcher_is_the_parent_of_its_workers(start: str, facts: Facts) -> None
 
 
 @both
-def test_environment_is_the_launchers(start: str, facts: Facts) -> None:
+def test_workers_have_the_environment_of_the_launcher(start: str, facts: Facts) -> None:
     expected = facts.python["own"]["environ"]
     for rank, told in enumerate(facts.told[start]):
         environ = told["own"]["environ"]

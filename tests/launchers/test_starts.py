@@ -195,7 +195,7 @@ def test_killed_launcher_ends_its_workers(start: str) -> None:
 
 @both
 @pytest.mark.parametrize("dies", ["starter", "helper"])
-def test_restart_after_the_death_of_the_starter(dies: str, start: str, script: Path) -> None:
+def test_a_job_restarts_after_the_death_of_the_starter(dies: str, start: str, script: Path) -> None:
     script.write_text(
         """
 import os, pathlib, signal, sys

@@ -71,7 +71,7 @@ def put_to_oneself(rank: int) -> None:
         assert torch.equal(channel.take("worker0", "x"), torch.ones(size))
 
 
-def test_values_fill_tensors_that_were_posted(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_values_fill_posted_tensors(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, fill_posted, Steps(tmp_path))
 
 
@@ -311,7 +311,7 @@ def lose_a_sender(rank: int) -> None:
     rpc.shutdown(graceful=False)
 
 
-def test_handlers_may_take(run_on_ucx: RunWorkers) -> None:
+def test_handlers_may_take_values(run_on_ucx: RunWorkers) -> None:
     run_on_ucx(2, take_in_handlers, options={"num_worker_threads": 2})
 
 
@@ -328,7 +328,7 @@ def take_in_handlers(rank: int) -> None:
         assert [int(call.wait()) for call in calls] == [0, 1]
 
 
-def test_wrong_values_are_named(run_on_both: RunWorkers) -> None:
+def test_errors_name_wrong_values(run_on_both: RunWorkers) -> None:
     run_on_both(1, name_wrong_values)
 
 

@@ -92,7 +92,7 @@ def test_loading_an_empty_state_empties_the_optimizer(tmp_path):
     assert not optimizer.state
 
 
-def test_numbers_and_tensors_load_in_each_others_place(tmp_path):
+def test_numbers_load_as_tensors_and_tensors_as_numbers(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     for first, second in ((adam, adam_with_a_tensor), (adam_with_a_tensor, adam)):

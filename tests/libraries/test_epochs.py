@@ -63,7 +63,7 @@ def meet_in_the_first_epoch(rank: int, steps: Steps) -> None:
     steps.meet("checked", rank, 3)
 
 
-def test_a_group_that_takes_long_to_make_is_driven(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_group_that_takes_long_to_make_stays_current(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, make_it_slowly, Steps(tmp_path))
 
 

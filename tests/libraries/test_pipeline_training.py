@@ -463,7 +463,7 @@ def groups_and_scaler() -> None:
     assert_equal_states(pipe, model)
 
 
-def test_parameter_groups_and_a_scaler():
+def test_a_scaler_changes_no_result_of_parameter_groups():
     drive(groups_and_scaler, 3)
 
 

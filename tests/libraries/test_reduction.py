@@ -36,7 +36,7 @@ RunWorkers = Callable[..., list]
 
 
 @pytest.mark.parametrize("hosts", [("worker2",), ("worker2", "worker3"), ()], ids=["one", "two", "trainers"])
-def test_two_trainers_get_the_bits_of_ddp_on_gloo(
+def test_two_trainers_equal_ddp_on_gloo_bit_for_bit(
     run_on_both: RunWorkers, tmp_path: Path, hosts: tuple[str, ...]
 ) -> None:
     workers = 2 + len(hosts)

@@ -116,7 +116,7 @@ def lose_parameters(rank: int, steps: Steps) -> None:
     rpc.shutdown(graceful=False)
 
 
-def test_one_static_group_without_its_only_host_is_an_error(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_a_static_group_fails_without_its_only_host(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(2, lose_the_only_host, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
 
 

@@ -58,7 +58,7 @@ def test_a_hung_worker_and_a_dead_decider_stop_no_names(run_on_ucx: RunWorkers, 
     run_on_ucx(4, go_on_without_two, Steps(tmp_path), group, init=False, shutdown=False, exit_codes={0: KILLED})
 
 
-def test_a_hung_worker_and_a_dead_decider_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
+def test_hung_and_dead_workers_stop_no_names_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
     job = {"init": False, "shutdown": False, "exit_codes": {0: KILLED}}
     run_on_tensorpipe(4, go_on_without_two, Steps(tmp_path), "fixed", **job)
 

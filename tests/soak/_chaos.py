@@ -122,7 +122,7 @@ class Chaos(Misfortunes):
             self._start(rank)
 
     def _no_files(self) -> None:
-        """Forbid a worker to open files for a while, in which it needs one to connect to a worker that has just
+        """Forbid a worker to open files for a while. The worker needs a file to connect to a worker that has just
         joined."""
         stranger = self._any_mortal()
         self._end(stranger)
@@ -177,8 +177,8 @@ class Chaos(Misfortunes):
             event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:
-            # TCP doubles the pauses between its resends, so after the cut it may take as long as the cut lasted to
-            # notice the end. A further cut before that would prolong the first.
+            # TCP doubles the pauses between its resends, so it may notice the end of a cut of 2 s only 2 s later. A
+            # further cut before that would prolong the first.
             self._crew.watch(event["until"] - event["at"])
 
     def _reunite(self, host: str) -> None:

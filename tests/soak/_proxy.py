@@ -33,7 +33,7 @@ table ip proxy {
 
 
 class Proxy:
-    """The proxy of ``host`` to the hosts with these addresses, until ``close()``. It lives at first."""
+    """The proxy of ``host`` to the hosts with these addresses, until ``close()``. At first the proxy lives."""
 
     def __init__(self, host: VirtualHost, addresses: list[str]) -> None:
         command = [sys.executable, "-m", "tests.soak._proxy"]

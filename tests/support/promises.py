@@ -139,8 +139,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "TimeInWhichThisProcessDidNotRunDoesNotCount",
         ),
         # RRefs
-        "A worker survives the owner of an RRef": ("test_worker_outlives_owners_of_rrefs_in_the_making",),
-        "Using that RRef raises an error": ("test_worker_outlives_owners_of_rrefs_in_the_making",),
+        "A worker survives the owner of an RRef": ("test_worker_survives_deaths_of_owners_of_unfinished_rrefs",),
+        "Using that RRef raises an error": ("test_worker_survives_deaths_of_owners_of_unfinished_rrefs",),
         "An RRef whose `rpc.remote` timed out raises `RRefLost`": (
             "test_each_rref_whose_creation_timed_out_says_so",
             "test_rref_that_timed_out_before_torch_recorded_it_is_lost",
@@ -151,7 +151,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "FailedCreationTest",
         ),
         "If it refuses the request, each use raises `RRefLost`": (
-            "test_an_rref_that_its_owner_had_no_thread_for_is_lost",
+            "test_an_rref_is_lost_if_its_owner_had_no_thread_for_it",
         ),
         # Property of a dead worker
         "A dead worker's queued calls do not start": ("test_queued_calls_of_a_dead_worker_are_not_begun",),

@@ -39,7 +39,7 @@ def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hang.log", "report.json"]
 
 
-def test_programs_of_the_check_end_with_it(tmp_path: Path) -> None:
+def test_programs_end_with_the_check(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(900)"
     supervised = f"""

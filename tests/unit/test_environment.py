@@ -65,7 +65,7 @@ def test_plain_variables_describe_a_launch() -> None:
     assert launch == Launch("RANK and WORLD_SIZE", 1, 2, "worker1")
 
 
-def test_variables_of_torchrun() -> None:
+def test_variables_of_torchrun_describe_a_launch() -> None:
     assert find_launch(TORCHRUN) == Launch("torchrun", 3, 4, "worker3")
 
 
@@ -79,7 +79,7 @@ def test_open_mpi_gives_the_host_only_of_a_job_on_one_host() -> None:
     assert find_launch({**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}).hosts == ("127.0.0.1",)
 
 
-def test_variables_of_mpich() -> None:
+def test_variables_of_mpich_describe_a_launch() -> None:
     assert find_launch(MPICH) == Launch("MPICH", 2, 4, "worker2", ("127.0.0.1",), speaks_mpi=True)
     assert find_launch({**MPICH, "MPI_LOCALNRANKS": "2"}).hosts == ()
 
@@ -160,7 +160,7 @@ def test_plain_world_size_may_repeat_the_launchers() -> None:
         ("a.example.org,b.example.org", "a.example.org"),
     ],
 )
-def test_first_host_of_a_compressed_list(node_list: str, host: str) -> None:
+def test_first_host_of_a_compressed_list_is_found(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
 
 

@@ -65,7 +65,7 @@ def test_a_future_that_has_failed_keeps_nothing_alive(use: Callable[[Future[Any]
     assert known() is None
 
 
-def test_each_wait_raises_the_same() -> None:
+def test_each_wait_raises_an_equal_exception() -> None:
     future: Future[Any] = Future()
     fail(future, WorkerLost("lost worker 'b'", name="b", rank=1, host="h", cause="its process has ended"))
     for _ in range(2):

@@ -44,7 +44,7 @@ def test_a_large_bucket_makes_up_for_a_small_one() -> None:
     assert max(loads) - min(loads) <= 4 * 64
 
 
-def test_a_host_far_above_the_others_gets_nothing() -> None:
+def test_a_host_with_far_more_than_the_others_gets_nothing() -> None:
     loads = [100 * MIB, 0, 0]
     parts = cut(MIB, 4, loads)
     assert {part.shard for part in parts} == {1, 2}

@@ -206,7 +206,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> str:
     return address
 
 
-def test_workers_of_other_hosts_come_by_tcp(over_tcp: str) -> None:
+def test_workers_of_other_hosts_connect_by_tcp(over_tcp: str) -> None:
     own = Relay(HashStore(), 2)
     unix, tcp = own.places
     assert tcp[0] == over_tcp

@@ -17,7 +17,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-def test_options_are_ucxs_and_the_faults() -> None:
+def test_options_are_those_of_ucx_and_the_faults() -> None:
     options = FaultyUcxRpcBackendOptions(num_worker_threads=3, **FAULTS)
     assert options.num_worker_threads == 3
     assert {name: getattr(options, name) for name in FAULTS} == FAULTS

@@ -179,7 +179,7 @@ class Image:
         return kernel.name
 
     def _inside(self, *command: str) -> str:
-        """Run a command in the disk's root, and return its output. Its mounts end with it."""
+        """Run a command in the disk's root, and return its output. The command's mounts end with it."""
         (self.folder / "src").mkdir(exist_ok=True)
         (self._root / "src").mkdir(exist_ok=True)
         mount = 'mount --bind /dev "$0/dev"; mount -t proc proc "$0/proc"; mount --bind "$0/../src" "$0/src"'

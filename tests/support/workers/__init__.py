@@ -3,8 +3,8 @@
 * ``run_workers(2, body)`` calls ``body(rank)`` in two processes that are already members of one RPC job, shuts RPC
   down and returns what the bodies returned. A worker that raises, dies or hangs fails the test with every worker's
   traceback, stacks and output. (``_job``)
-* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` turn the workers' code into a test. It runs over shared memory
-  and over TCP, or with ``@over_shared_memory`` over shared memory only. (``_decorators``)
+* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` turn the workers' code into a test. The test runs over shared
+  memory and over TCP, or with ``@over_shared_memory`` over shared memory only. (``_decorators``)
 * ``init_rpc(rank)`` joins the job by hand, for tests of joining and leaving. ``agent()`` is the running agent.
   (``_worker``)
 * ``run_program(source)`` runs a script in an interpreter of its own, for tests of its start and exit. (``_program``)

@@ -43,8 +43,7 @@ _STACKS_SIGNAL = signal.SIGUSR1
 def process_context() -> multiprocessing.context.ForkServerContext:
     """The multiprocessing context of all tests: a process is forked from a server that has imported torch.
 
-    A test with two workers takes well under a second this way, instead of the several seconds that importing torch
-    twice would take.
+    This way a test with two workers takes well under a second. Importing torch twice would take several seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *(() if _has_cuda() else _PRELOADED_WITHOUT_CUDA)])
@@ -111,9 +110,9 @@ _kept: list[object] = []
 def keep_process_group() -> None:
     """Keep this worker's gloo process group from being destroyed before the process ends by `os._exit`.
 
-    In torch 2.13 its destructor joins gloo's threads with the GIL held, while one of them may be waiting for the GIL to
-    release a tensor. Then a function hangs after its return, with any RPC agent: DistributedDataParallel often drops
-    the group last.
+    In torch 2.13 its destructor holds the GIL while it joins gloo's threads. One of these threads may be waiting for
+    the GIL to release a tensor. Then a function hangs after its return, with any RPC agent: DistributedDataParallel
+    often drops the group last.
     """
     _kept.append(dist.group.WORLD)
 
