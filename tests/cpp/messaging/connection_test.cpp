@@ -92,7 +92,7 @@ TEST_F(ConnectionTest, SilenceLastsWhileEndpointsFailInARow) {
   connect(connection);
   connection.silence.lasted = std::chrono::milliseconds(5);
   connection.breakOff("a reset");
-  EXPECT_EQ(connection.silence.lasted.count(), 0) << "it was well until then";
+  EXPECT_EQ(connection.silence.lasted.count(), 0) << "the connection worked until then";
   connection.silence.lasted = std::chrono::milliseconds(9000);
   connect(connection);
   connection.breakOff("its host cannot be reached");

@@ -85,7 +85,7 @@ TEST(ControlFramesTest, FramesThatAreTooShortAreDropped) {
     EXPECT_EQ(Heard({kind, 1, Bytes(3)}).notes, Notes{});
   }
   const ControlFrame withSentence{Kind::kBarrierArrive, 1, Bytes(sizeof(wire::BarrierRun) + 1)};
-  EXPECT_EQ(Heard(withSentence).notes, Notes{}) << "a sentence is not part";
+  EXPECT_EQ(Heard(withSentence).notes, Notes{}) << "part of a text is refused";
 }
 
 TEST(ControlFramesTest, RanksThatNoWorkerCanHaveAreDropped) {

@@ -46,7 +46,7 @@ TEST_F(EagerCreditTest, BodyBeyondTheLimitIsToWaitAtTheSender) {
   {
     EagerCredit more;
     EXPECT_FALSE(take(more, kSmall + 1));
-    EXPECT_EQ(peer_.eagerBytesOpen.load(), kMost + kOverhead) << "a credit that was not had counts nothing";
+    EXPECT_EQ(peer_.eagerBytesOpen.load(), kMost + kOverhead) << "a refused credit is not counted";
   }
   EXPECT_EQ(peer_.eagerBytesOpen.load(), kMost + kOverhead) << "and gives nothing back";
 }

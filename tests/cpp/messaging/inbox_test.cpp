@@ -134,7 +134,7 @@ TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
 TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   announce(1, 1, 8 * kPiece, 1);
   startDeferred();
-  std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow, so the next one does not wait for its end
+  std::this_thread::sleep_for(2 * Receiver::kSlow); // the first message is slow, so the next does not wait for its end
   announce(1, 2, 100'000, 50);
   startDeferred();
   EXPECT_EQ(transport_.begun, kInFlightAtOnce);
@@ -143,7 +143,7 @@ TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   complete();
   EXPECT_TRUE(events_.buffer.isEmpty());
   complete();
-  EXPECT_EQ(events_.take(), Notes{"request 2"}) << "after what had been asked for, and one piece in between";
+  EXPECT_EQ(events_.take(), Notes{"request 2"}) << "after the pieces asked for before it, and one more";
   while (!transport_.asked.empty()) {
     complete();
   }

@@ -80,7 +80,7 @@ TEST_F(MessengerTest, MessageArrivesWholeWithItsAddressing) {
   ASSERT_EQ(request.spans.size(), 1u);
   const std::span<const std::byte> arrived(static_cast<const std::byte*>(request.spans[0].data.get()), 50'000);
   EXPECT_TRUE(std::ranges::equal(arrived, std::span<const std::byte>(span)));
-  EXPECT_EQ(handlers_[0].takeNotes(), Notes{}) << "a message that arrives is no news to its sender";
+  EXPECT_EQ(handlers_[0].takeNotes(), Notes{}) << "an arrival is not reported to the sender";
   EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 
@@ -409,7 +409,7 @@ TEST_F(MessengerTest, LanesAreKnownFromTheFirstMessageOn) {
 TEST_F(MessengerTest, EverythingEndsWithClose) {
   post(Kind::kRequest, 1, kLarge);
   one_.close();
-  EXPECT_EQ(handlers_[0].takeNotes(), Notes{"request not sent: the endpoint was abandoned 1"}) << "the end is told";
+  EXPECT_EQ(handlers_[0].takeNotes(), Notes{"request not sent: the endpoint was abandoned 1"}) << "the end is reported";
   post(Kind::kRequest, 2);
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"request not sent: RPC has been shut down on this worker 2"});
   exchangeAll();

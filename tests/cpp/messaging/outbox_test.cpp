@@ -29,7 +29,7 @@ class OutboxTest : public testing::Test {
     outbox_.close();
     transport_.close(0);
     (void)events_.take();
-    EXPECT_EQ(destroyed_.load(), made_) << "messages that have no end";
+    EXPECT_EQ(destroyed_.load(), made_) << "messages that have not ended";
   }
 
   std::unique_ptr<OutgoingMessage> message(
@@ -299,7 +299,7 @@ TEST_F(OutboxTest, RendezvousLeaveAFewAtATimeInTheOrderOfTheirCalls) {
     sendLarge(Kind::kRequest, call);
   }
   EXPECT_EQ(transport_.begun, kMost);
-  EXPECT_EQ(outbox_.underWay(), kMost + 3) << "those included whose turn has not come";
+  EXPECT_EQ(outbox_.underWay(), kMost + 3) << "including those whose turn has not come";
   transport_.finish();
   EXPECT_EQ(transport_.begun, kMost) << "not inside a transport callback";
   startDeferred();

@@ -164,19 +164,19 @@ TEST_F(ReceiverTest, PieceThatHasComeIsASignOfLife) {
   startDeferred();
   EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck);
   complete({ErrorCode::kPeerFailed, "broken"});
-  EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck) << "a failure is none";
+  EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck) << "a failure is no sign of life";
   complete();
   EXPECT_TRUE(connections_.of(peer_).silence.heardSinceCheck);
 }
 
 TEST_F(ReceiverTest, ReceiverIsBusyUntilEnoughHasArrived) {
-  EXPECT_FALSE(receiver_.isBusy(100 * Receiver::kReceivingBytes)) << "nothing is, so that anything may be";
+  EXPECT_FALSE(receiver_.isBusy(100 * Receiver::kReceivingBytes)) << "nothing is being received";
   const Receiver::Clock::time_point before = Receiver::Clock::now();
   start(announced(Kind::kRequest, 1, 100, rendezvous(10, 100)));
   EXPECT_TRUE(receiver_.isBusy(Receiver::kReceivingBytes, before));
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, Receiver::Clock::now() + Receiver::kSlow))
-      << "what is slow in coming keeps nothing else waiting";
+      << "a slow message does not keep others waiting";
   startDeferred();
   complete();
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, before));
@@ -306,13 +306,13 @@ TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
       (Notes{
           "request rejected: " + peer_.describe() + " is gone 1",
           "answer rejected: " + peer_.describe() + " is gone 2"}));
-  EXPECT_EQ(window_->inUseBytes(), 0u) << "the transport may take its time";
+  EXPECT_EQ(window_->inUseBytes(), 0u) << "the share does not wait for the transport";
   EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
   startDeferred();
   EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce + 1);
   EXPECT_GT(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "its memory stays until then";
   completeAll();
-  EXPECT_EQ(events_.take(), Notes{}) << "they have been told of once";
+  EXPECT_EQ(events_.take(), Notes{}) << "they have been reported once";
   EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_);
 }
 

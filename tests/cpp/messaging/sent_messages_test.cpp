@@ -98,7 +98,7 @@ TEST_F(SentMessagesTest, MessageWithoutUserCodeIsLeftToTheCaller) {
 TEST_F(SentMessagesTest, UserCodeRunsOnAnAgentThreadAndNotOnTheSendingOne) {
   destroy(message(true));
   EXPECT_TRUE(threads().empty()) << "no thread runs tasks yet";
-  EXPECT_EQ(alive_.use_count(), 2) << "what is still to be done holds the agent";
+  EXPECT_EQ(alive_.use_count(), 2) << "the waiting work holds the agent";
   executor_->start(leader_);
   ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));
   EXPECT_NE(threads()[0], std::this_thread::get_id());
@@ -127,7 +127,7 @@ TEST_F(SentMessagesTest, SendersMessageDiesOnTheThreadThatWaitsForTheAnswer) {
   sentMessages_.destroyWaiting();
   EXPECT_EQ(threads(), std::vector<std::thread::id>{std::this_thread::get_id()});
   timer_.runDue(timer_.now() + SentMessages::kPatience);
-  EXPECT_EQ(alive_.use_count(), 1) << "no agent thread is asked for what is gone";
+  EXPECT_EQ(alive_.use_count(), 1) << "no agent thread is used for a destroyed message";
 }
 
 TEST_F(SentMessagesTest, UndestroyedSentMessageDiesOnAnAgentThreadInTime) {

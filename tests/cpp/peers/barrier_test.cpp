@@ -141,7 +141,7 @@ TEST(BarrierTest, DeathReleasesNoRoundThatALivingWorkerHasNotEntered) {
   job.at(1).enter(1);
   job.deliverAll();
   job.die(1); // 1 has arrived
-  job.die(3); // before
+  job.die(3); // 3 has not
   job.deliverAll();
   EXPECT_FALSE(job.isReleased(0));
   job.at(2).enter(1);
@@ -179,7 +179,7 @@ TEST(BarrierTest, SumOfARoundOutlivesTheCoordinatorThatReleasedItInPart) {
   job.die(0);
   job.deliverAll();
   for (const Rank rank : {1, 2, 3}) {
-    EXPECT_EQ(job.result(rank).sum, 28) << "with the value of the dead, as 3 has it";
+    EXPECT_EQ(job.result(rank).sum, 28) << "the value of the dead worker counts, as in the result of 3";
     job.at(rank).enter(1);
   }
   job.deliverAll();
@@ -320,8 +320,8 @@ TEST(BarrierTest, AReportThatAWorkerIsGoneEndsNoRound) {
     job.at(rank).enter(1);
   }
   job.deliverAll();
-  EXPECT_FALSE(job.isReleased(0)) << "rank 3 is out of reach of 1 alone";
-  EXPECT_EQ(job.at(0).toContact(), (std::vector<Rank>{1, 3})) << "the one that has lost it, and itself";
+  EXPECT_FALSE(job.isReleased(0)) << "only worker 1 cannot reach worker 3";
+  EXPECT_EQ(job.at(0).toContact(), (std::vector<Rank>{1, 3})) << "worker 1, and worker 3 that it has lost";
   job.lose(3, 1); // 3 notices after a while
   job.at(3).enter(1);
   job.deliverAll();

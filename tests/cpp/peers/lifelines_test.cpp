@@ -111,7 +111,7 @@ TEST_F(LifelinesTest, ConnectionThatEndsWhileThePortGoesOnIsNoCut) {
   EXPECT_FALSE(runWatch(50)) << "it is connected again";
   listener.close();
   EXPECT_TRUE(runWatch() && runWatch());
-  EXPECT_EQ(cuts_, 1) << "which shows the end as before";
+  EXPECT_EQ(cuts_, 1) << "the new connection shows the end";
 }
 
 TEST_F(LifelinesTest, ConnectionThatEndsAgainAndAgainSaysNothing) {

@@ -185,7 +185,7 @@ TEST_F(AgentTest, MessageWithATensorThatCannotBeSentEndsOnBothSides) {
     const std::string what = failure(future);
     EXPECT_TRUE(contains(what, "the send was made to fail")) << what;
     for (const auto& storage : storages) {
-      EXPECT_TRUE(eventually([&] { return storage.expired(); })) << "the first tensor was never let go";
+      EXPECT_TRUE(eventually([&] { return storage.expired(); })) << "a tensor is still held";
     }
     network_.setFault({});
     const std::vector<at::Tensor> sent{tensorOf(kMiB, 4)};
@@ -354,14 +354,14 @@ TEST_F(AgentTest, LargeMessagesBeyondTheLimitWaitAtTheirSender) {
     storages.push_back(tensor.storage().getWeakStorageImpl());
     calls.push_back(call(0, 1, "large", {std::move(tensor)}, 0.5f));
   }
-  EXPECT_EQ(textOf(*answer(call(0, 1, "small"))), "small") << "it does not wait with them";
+  EXPECT_EQ(textOf(*answer(call(0, 1, "small"))), "small") << "it does not wait behind them";
   for (const Future& call : calls) {
     EXPECT_TRUE(contains(failure(call), "RPC ran for more than"));
   }
   EXPECT_EQ(announced.load(), PushShare::kMaxParts);
   EXPECT_TRUE(eventually([&] {
     return std::all_of(storages.end() - kMore, storages.end(), [](const auto& storage) { return storage.expired(); });
-  })) << "what had not left is free";
+  })) << "the memory of unsent messages is free";
   network_.setFault({}); // the fault refers to this function's variables
 }
 

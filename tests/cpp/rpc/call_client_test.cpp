@@ -133,7 +133,7 @@ TEST_F(CallClientTest, EachCallHasADeadlineOfItsOwn) {
   one_.advance(std::chrono::hours(50));
   EXPECT_EQ(rpcFailure(late)->kind(), Kind::kTimedOut);
   one_.advance(std::chrono::hours(10'000));
-  EXPECT_EQ(calls_.open(), 1u) << "a timeout of 0 is none";
+  EXPECT_EQ(calls_.open(), 1u) << "a timeout of 0 means none";
   EXPECT_FALSE(none->completed());
   EXPECT_EQ(calls_.timedOut(), 2u);
 }
@@ -194,7 +194,7 @@ TEST_F(CallClientTest, CallsToAPeerThatIsLostFailAndOthersDoNot) {
   EXPECT_EQ(calls_.open(), 1u);
   const auto later = rpcFailure(call());
   ASSERT_TRUE(later);
-  EXPECT_EQ(later->kind(), Kind::kWorkerLost) << "nor is a new call sent";
+  EXPECT_EQ(later->kind(), Kind::kWorkerLost) << "a new call is not sent either";
   EXPECT_EQ(one_.messenger.traffic().underWay, 0u);
 }
 

@@ -129,7 +129,7 @@ TEST_F(CallTableTest, TakeAllCanTakeTheCallsOfOnePeer) {
   EXPECT_EQ(calls.size(), 3u);
   EXPECT_TRUE(std::all_of(calls.begin(), calls.end(), [this](const auto& call) { return call.to == a_.get(); }));
   Clock::time_point next;
-  EXPECT_EQ(table_.takeExpired(due, next).size(), 1u) << "their deadlines went with them";
+  EXPECT_EQ(table_.takeExpired(due, next).size(), 1u) << "their deadlines are gone too";
   EXPECT_EQ(table_.size(), 2u);
 }
 

@@ -113,7 +113,7 @@ TEST_F(ChannelDeviceTest, ValueOfADeviceWithoutAMapIsRefusedAtOnce) {
   startWithMap({});
   try {
     put({onDevice(kSmall, 7)});
-    FAIL() << "no map, and it was put";
+    FAIL() << "the value was put without a map";
   } catch (const c10::Error& error) {
     EXPECT_NE(std::string(error.what()).find("device map"), std::string::npos) << error.what();
   }
@@ -126,7 +126,7 @@ TEST_F(ChannelDeviceTest, SenderHearsThatItsDeviceFails) {
   device_.fail(true);
   try {
     agent(0).channel().wait(sent);
-    FAIL() << "the device fails, and the value was sent";
+    FAIL() << "the value was sent although the device fails";
   } catch (const std::exception& error) {
     EXPECT_NE(std::string(error.what()).find("illegal memory access"), std::string::npos) << error.what();
   }

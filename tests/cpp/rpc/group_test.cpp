@@ -224,8 +224,8 @@ TEST_F(GroupTest, JoinReturnsWhenNoCallIsOpen) {
   std::thread other([&] { worker(1).group.join(kPatience, kPatience); });
   worker(0).group.join(kPatience, kPatience);
   other.join();
-  EXPECT_TRUE(eventually([&] { return answered->completed(); })) << "an agent thread is about to";
-  EXPECT_TRUE(worker(0).monitor.isEverybodyLeaving()) << "peers that vanish now are in order";
+  EXPECT_TRUE(eventually([&] { return answered->completed(); })) << "an agent thread is about to complete it";
+  EXPECT_TRUE(worker(0).monitor.isEverybodyLeaving()) << "peers may vanish from now on";
   EXPECT_TRUE(worker(1).monitor.isEverybodyLeaving());
 }
 

@@ -160,7 +160,7 @@ TEST_F(PeerMonitorTest, GoodbyeIsHeardByPeersThatWereMetAndByNeighbours) {
   };
   monitor_.sayGoodbye();
   EXPECT_EQ(heard(theirs_, two_), Notes{});
-  EXPECT_EQ(heard(strangers, three), Notes{}) << "a job of a thousand would connect each worker to each other one";
+  EXPECT_EQ(heard(strangers, three), Notes{}) << "else each worker of a failing job connects to all others";
 
   one_.peer(1).isMet.store(true);
   monitor_.sayGoodbye();
@@ -170,7 +170,7 @@ TEST_F(PeerMonitorTest, GoodbyeIsHeardByPeersThatWereMetAndByNeighbours) {
   one_.peer(2).isNeighbour.store(true);
   monitor_.sayGoodbye();
   EXPECT_EQ(heard(theirs_, two_), Notes{"goodbye 0"});
-  EXPECT_EQ(heard(strangers, three), Notes{"goodbye 0"}) << "which watches this worker's process";
+  EXPECT_EQ(heard(strangers, three), Notes{"goodbye 0"}) << "worker 1 watches this worker's process";
 }
 
 TEST_F(PeerMonitorTest, GoodbyeGoesOnlyToOthersThatAreThere) {
@@ -341,7 +341,7 @@ TEST_F(WatchedProcessTest, PeerIsWatchedOnce) {
   monitor_.watch(self_, {&one_.peer(7)});
   endProcess();
   monitor_.watch(self_, {&one_.peer(7)});
-  EXPECT_EQ(takeNotes(), Notes{}) << "it was passed over";
+  EXPECT_EQ(takeNotes(), Notes{}) << "it is not watched again";
   one_.lead();
   EXPECT_EQ(takeNotes(), told("w7 failed"));
 }

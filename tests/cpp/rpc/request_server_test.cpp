@@ -161,7 +161,7 @@ TEST_F(RequestServerTest, HandlerThatReturnsAFutureIsAnsweredWhenThatIsComplete)
   ASSERT_TRUE(eventually([&] { return server_.openAsync() == 1; }));
   EXPECT_EQ(open(), 1) << "a worker that leaves waits for it";
   EXPECT_TRUE(eventually([&] { return one_.executor->counts().runningRequests == 0; })) << "it takes no thread";
-  EXPECT_TRUE(eventually([&] { return one_.holds() == 0; })) << "it may never come, and must not keep the agent";
+  EXPECT_TRUE(eventually([&] { return one_.holds() == 0; })) << "the answer may never come";
   complete(later, "at last");
   EXPECT_EQ(server_.openAsync(), 0);
   EXPECT_EQ(textOf(*answerOf(1)), "at last");
@@ -255,8 +255,8 @@ TEST_F(RequestServerTest, CallerThatIsGoneGetsNothing) {
   EXPECT_EQ(open(), 5);
   ASSERT_TRUE(one_.peer(1).moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
   gate_.open();
-  EXPECT_TRUE(eventually([&] { return open() == 0; })) << "also those that are not run";
-  EXPECT_LT(handled_.load(), 5) << "the one that queued";
+  EXPECT_TRUE(eventually([&] { return open() == 0; })) << "requests that are not run are closed too";
+  EXPECT_LT(handled_.load(), 5) << "the queued request is not run";
   server_.onRequestRejected(one_.peer(1), 9, outOfMemoryFor(9));
   two_.takeIn();
   EXPECT_EQ(caller_.takeNotes(), Notes{});
@@ -327,7 +327,7 @@ TEST_F(RequestServerTest, ProfiledRequestHasAThreadOfItsOwn) {
   EXPECT_FALSE(isAgentThread.load());
   call(2);
   (void)answerOf(2);
-  EXPECT_TRUE(isAgentThread.load()) << "any other request is run on an agent's";
+  EXPECT_TRUE(isAgentThread.load()) << "any other request runs on an agent thread";
 }
 
 TEST_F(RequestServerTest, NothingIsQueuedWhileTheAgentIsBeingDestroyed) {

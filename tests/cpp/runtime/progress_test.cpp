@@ -66,7 +66,7 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
       transport_->send(endpoint_, header, {}, SendMode::kEager, [](Error error) { EXPECT_FALSE(error); });
     });
   }
-  // Makes an event, like an operation without a request. The caller holds the worker lock.
+  // Makes an event. The caller holds the worker lock.
   void arrive(uint64_t callId) {
     pending_.push_back(callId);
   }
@@ -227,7 +227,7 @@ TEST_P(ProgressTest, DeferredWorkIsStartedOnRequest) {
   a_.progress.requestStartDeferred();
   EXPECT_EQ(a_.deferredStarts.load(), before + 1);
   a_.progress.submit([&] { a_.progress.requestStartDeferredWithWorkerLock(); });
-  EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "after the operation; what it asked for is done with that";
+  EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "one start after the operation is enough for its request";
 }
 
 // If only the timer asked the device, a message would wait up to 50 us, and for a wake-up.
@@ -335,7 +335,7 @@ TEST_P(ProgressTest, OneCallerDrivesAtATime) {
     }
   });
   EXPECT_TRUE(eventually([&] { return !a_.progress.driveUntil([] { return true; }, 2); }))
-      << "the second is told to wait otherwise";
+      << "false tells the second caller to wait in another way";
   isDone.store(true);
   a_.progress.wake();
   first.join();

@@ -129,7 +129,7 @@ TEST_F(SpinningTest, SleepModeSpinsOnlyWhileDataIsOnItsWay) {
   EXPECT_FALSE(spin(wait));
   wait.again();
   EXPECT_TRUE(spin(wait, Awaited::kTransfer));
-  EXPECT_FALSE(spin(wait, Awaited::kTransfer, 2 * Spinning::kTransferLimit)) << "the other side is not at it";
+  EXPECT_FALSE(spin(wait, Awaited::kTransfer, 2 * Spinning::kTransferLimit)) << "the other side makes no progress";
   wait.again();
   EXPECT_TRUE(spin(wait, Awaited::kTransfer)) << "something has moved";
 }

@@ -117,7 +117,7 @@ TEST(WaitSetTest, AFreedPlaceServesTheNextDescriptor) {
   EXPECT_EQ(set.takeReadable().size(), 1u);
   set.watch(second.fd, [&] { ran += "second "; });
   first.give();
-  EXPECT_TRUE(set.takeReadable().empty()) << "the first has had its turn";
+  EXPECT_TRUE(set.takeReadable().empty()) << "the operation of the first has been taken";
   second.give();
   runReadable(set);
   EXPECT_EQ(ran, "second ");

@@ -1,7 +1,7 @@
 #pragma once
 
-// A device type whose streams run when the test says. So accesses that streams and events do not order show. There are
-// two devices, privateuseone:0 and :1, and their memory is the host's. As with CUDA, an allocation belongs to the
+// A device type whose streams run when the test says. This shows accesses that streams and events do not order. There
+// are two devices, privateuseone:0 and :1, and their memory is the host's. As with CUDA, an allocation belongs to the
 // stream that was current. Its released memory goes to the same stream again: at once, or after the work so far of the
 // streams recorded on it. Released memory is overwritten in the order of its stream. The host's pinned memory is
 // overwritten at once.

@@ -57,11 +57,13 @@ class LoopbackNetwork {
   // and the endpoints of `from` fail. `from` may make others.
   void reset(const std::string& from, const std::string& to);
 
-  // Receives that begin from now on end when their worker abandons its endpoint to the sender, with an error.
+  // Receives that begin from now on stall. They end, with an error, when their worker abandons its endpoint to the
+  // sender.
   void stallReceives(bool areStalled) {
     areReceivesStalled_.store(areStalled);
   }
-  // Or when it closes their origin, which it has not made.
+  // From now on stalled receives also end when their worker closes their origin, an endpoint that the worker has not
+  // made.
   void makeOriginsInternal() {
     areOriginsInternal_.store(true);
   }

@@ -97,7 +97,7 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
   for (int number = 0; number < 4; ++number) {
     EXPECT_TRUE(isAll(hostView(answer(futures[static_cast<size_t>(number)])->tensors()[0]), number + 1)) << number;
   }
-  EXPECT_EQ(FakeDevice::currentStream(0), 0) << "the caller's is as it was";
+  EXPECT_EQ(FakeDevice::currentStream(0), 0) << "the caller's stream is as it was";
 }
 
 class StreamPriorityTest : public DeviceTest, public testing::WithParamInterface<int> {};
@@ -266,7 +266,7 @@ TEST_F(DeviceTest, SenderCopiesTensorsForTheHost) {
   (void)answerWhileRunning(future);
   EXPECT_TRUE(received_.at(0).is_cpu());
   EXPECT_TRUE(isAll(received_[0], 7));
-  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u) << "the map says so, and nothing is amiss";
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u) << "the map asks for this copy";
 }
 
 TEST_F(DeviceTest, CallToOneselfKeepsTheOrderOfStreams) {

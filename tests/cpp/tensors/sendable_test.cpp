@@ -191,7 +191,7 @@ TEST(CodecModesTest, InferenceModeHasNoEffect) {
   expectNoEffect([](const std::function<void()>& body) {
     const c10::InferenceMode mode;
     body();
-    EXPECT_TRUE(c10::InferenceMode::is_enabled()) << "it is as it was";
+    EXPECT_TRUE(c10::InferenceMode::is_enabled()) << "the mode is as it was";
     EXPECT_TRUE(at::ones({1}).is_inference());
   });
   EXPECT_FALSE(c10::InferenceMode::is_enabled());
@@ -201,7 +201,7 @@ TEST(CodecModesTest, FunctionalizationHasNoEffect) {
   expectNoEffect([](const std::function<void()>& body) {
     const c10::impl::IncludeDispatchKeyGuard mode(c10::DispatchKey::Functionalize);
     body();
-    EXPECT_TRUE(c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Functionalize)) << "it is as it was";
+    EXPECT_TRUE(c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Functionalize)) << "the mode is as it was";
   });
 }
 
@@ -209,7 +209,7 @@ TEST(CodecModesTest, AutocastHasNoEffect) {
   expectNoEffect([](const std::function<void()>& body) {
     at::autocast::set_autocast_enabled(at::kCPU, true);
     body();
-    EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU)) << "it is as it was";
+    EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU)) << "the mode is as it was";
     at::autocast::set_autocast_enabled(at::kCPU, false);
   });
 }

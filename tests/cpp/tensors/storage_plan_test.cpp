@@ -128,7 +128,7 @@ TEST_F(StoragePlanTest, StoragesOfAMebibyteAreNeverPacked) {
     add(owners.back(), 0, 64 * kKiB);
   }
   const std::vector<PlannedStorage> storages = planStorages(tensors_);
-  EXPECT_EQ(count(storages, Place::kPacked), 20u) << "as many small ones as the large ones leave no room for";
+  EXPECT_EQ(count(storages, Place::kPacked), 20u) << "small ones for which the large ones leave no room";
   EXPECT_TRUE(std::ranges::all_of(
       storages, [](const PlannedStorage& storage) { return storage.bytes < kMiB || storage.place == Place::kLent; }));
 }

@@ -165,7 +165,7 @@ TEST(TensorMemoryTest, SharedMemoryIsSharedAfterArrival) {
     EXPECT_EQ(received[1][0].item<double>(), -1);
     EXPECT_EQ(received[2][5 * scale].item<double>(), -1);
     EXPECT_EQ(received[3].t().reshape({-1})[5 * scale].item<double>(), -1);
-    EXPECT_NE(received[4][5 * scale].item<double>(), -1) << "a copy is a copy";
+    EXPECT_NE(received[4][5 * scale].item<double>(), -1) << "a copy has memory of its own";
     EXPECT_NE(base[5 * scale].item<double>(), -1) << "never the sender's memory";
     EXPECT_TRUE(received[0].is_alias_of(received[2]));
     EXPECT_FALSE(received[0].is_alias_of(received[4]));

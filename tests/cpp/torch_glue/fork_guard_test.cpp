@@ -47,7 +47,7 @@ TEST(ForkGuardTest, ForkedProcessNeverDestroysAnObjectThatIsKept) {
   }));
   const std::weak_ptr<int> alive = object;
   object.reset();
-  EXPECT_TRUE(alive.expired()) << "the parent does";
+  EXPECT_TRUE(alive.expired()) << "the parent destroys it";
   rpc::RpcAgent::setCurrentRpcAgent(nullptr);
 }
 

@@ -97,9 +97,9 @@ TEST_F(RRefHoldersTest, ReportIsForgottenOnceItIsTaken) {
 TEST_F(RRefHoldersTest, DeletedReferenceHasNoHolder) {
   (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
   (void)holders_.note(2, *rpc::RRefUserDelete({0, 1}, {1, 11}).toMessage());
-  EXPECT_EQ(heldBy(2), Ids{}) << "torch knows of it no more";
+  EXPECT_EQ(heldBy(2), Ids{}) << "torch no longer knows it";
   addFork({0, 1}, {1, 11});
-  EXPECT_EQ(heldBy(2), Ids{}) << "nor is the report kept";
+  EXPECT_EQ(heldBy(2), Ids{}) << "the report is not kept either";
   EXPECT_EQ(heldBy(1), Ids{11});
 }
 

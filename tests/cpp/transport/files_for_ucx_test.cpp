@@ -162,7 +162,7 @@ TEST_F(FilesForUcxTest, ListenerPausesWhileAConnectionWaitsForAFile) {
   openAllFiles();
   EXPECT_GE(shortest(true, 1000), 1ms);
   EXPECT_LT(shortest(true, 0), 1ms) << "a thread that only looks has a lock, and does not pause";
-  EXPECT_GE(thread.wait(1000), 1ms) << "but the next wait does";
+  EXPECT_GE(thread.wait(1000), 1ms) << "the next wait pauses";
   EXPECT_LT(shortest(false, 1000), 1ms) << "one pause for each time that there was no file";
 }
 

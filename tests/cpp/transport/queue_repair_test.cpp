@@ -110,7 +110,7 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
 
   void SetUp() override {
     if (std::string(GetParam()) == "posix" && queues_.size() == 1 && !queues_[0].processes()) {
-      GTEST_SKIP() << "POSIX memory is repaired only where no process is out of sight, as in containers";
+      GTEST_SKIP() << "POSIX memory is repaired only if all processes are visible, unlike in containers";
     }
   }
 
@@ -142,7 +142,7 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
         return;
       }
     }
-    FAIL() << "the queue is not among what is mapped";
+    FAIL() << "the queue is not mapped";
   }
   // Leaves a slot without a message, and a message behind it.
   void abandonSlot() {

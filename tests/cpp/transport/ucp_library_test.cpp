@@ -52,7 +52,7 @@ TEST(UcxDevicesTest, AUcxThatCannotHaveDeviceMemoryIsRefusedWithACure) {
   };
   EXPECT_NE(refusal("1.22.0", false, false).find("started without CUDA"), std::string::npos);
   EXPECT_NE(refusal("1.21.0", true, true).find("set UCX_TLS=^cuda_ipc"), std::string::npos);
-  EXPECT_EQ(refusal("1.21.0", true, false), "") << "what is broken there is cuda_ipc";
+  EXPECT_EQ(refusal("1.21.0", true, false), "") << "only cuda_ipc is broken there";
   for (const char* version : {"1.20.1", "1.22.0", "1.210.0"}) {
     EXPECT_EQ(refusal(version, true, true), "") << version;
   }
@@ -106,7 +106,7 @@ TEST(UcxStatusTest, EndpointThatFailsForLackOfFilesIsALocalFailure) {
   EXPECT_EQ(error.code(), ErrorCode::kOutOfFiles);
   EXPECT_TRUE(isLocal(error.code()));
   EXPECT_EQ(timeout.code(), ErrorCode::kOutOfFiles) << "with some of its sockets UCX cannot send a large message";
-  EXPECT_EQ(reset.code(), ErrorCode::kPeerFailed) << "that is the peer's, whatever else is lacking here";
+  EXPECT_EQ(reset.code(), ErrorCode::kPeerFailed) << "a reset is the peer's failure, even without files here";
   close(pipes[0]);
   close(pipes[1]);
 }

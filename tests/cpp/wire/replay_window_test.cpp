@@ -55,7 +55,7 @@ TEST(ReplayWindowTest, GapsAreBoundedAndTheOldestIsGivenUp) {
     ASSERT_TRUE(window.accept(number));
     ASSERT_LE(window.gaps(), ReplayWindow::kMaxGaps);
   }
-  EXPECT_FALSE(window.accept(0)) << "given up: taken for a replay, not the other way round";
+  EXPECT_FALSE(window.accept(0)) << "a number that was given up counts as a replay";
   EXPECT_TRUE(window.accept(4 * ReplayWindow::kMaxGaps - 2));
 }
 

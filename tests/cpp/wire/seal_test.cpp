@@ -86,7 +86,7 @@ TEST_F(SealTest, ContentIsGenuineOnlyWhereItBelongs) {
   EXPECT_TRUE(isContentGenuine(kKey, header, bytesOf("large body"), bytesOf("large payload")));
   EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large bodY"), bytesOf("large payload")));
   EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large body"), bytesOf("large payloaD")));
-  EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large bodyl"), bytesOf("arge payload"))) << "moved over";
+  EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large bodyl"), bytesOf("arge payload"))) << "shifted";
   EXPECT_FALSE(isContentGenuine(kKey, header, {}, {}));
   Header another = sealed("");
   another.callId = header.callId + 1;

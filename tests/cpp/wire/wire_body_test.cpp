@@ -396,7 +396,7 @@ TEST(WireBodyTest, TensorsStayInsideTheirStorage) {
       {{0}, {1}, 0, true},
       {{0}, {1}, 10, true},
       {{0}, {1}, 11, false},
-      {{5, 0, 7}, {kMax, 1, 1}, 0, false}, // overflows, though it holds nothing
+      {{5, 0, 7}, {kMax, 1, 1}, 0, false}, // overflows, although it has no elements
       {{1, 1}, {kMax, kMax}, 0, true}, // one element: strides do not matter
       {{2, 2}, {kMax, kMax}, 0, false},
       {{2}, {kMax}, kMax, false},
