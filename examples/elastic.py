@@ -3,8 +3,8 @@
     coordinator ---- task ----> worker1, worker2, worker3, ...       a group without a size
                 <--- result ---
 
-worker1 leaves after some tasks. worker2 is killed with a task in its hands, which another worker gets. worker4 replaces
-worker2. Every task is done in the end.
+worker1 leaves after some tasks. worker2 is killed while it has a task, which another worker then gets. worker4 replaces
+worker2. In the end all tasks are done.
 """
 
 import argparse
@@ -146,7 +146,7 @@ def main():
             try:
                 Coordinator(arguments.tasks).run(start)
             except BaseException:
-                # End the workers: they would wait for tasks, and this process for them.
+                # End the workers: they would wait for tasks, and this process would wait for the workers.
                 for process in started:
                     # terminate() sends SIGTERM, which srun passes on to the worker. It could not pass on SIGKILL.
                     process.terminate()

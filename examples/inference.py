@@ -4,7 +4,7 @@
                           <--- one class ---
 
 `async_execution` lets a handler answer later: it queues its input with a future, and one thread completes the futures
-of a batch. While the thread computes a batch, the next one gathers.
+of a batch. While the thread computes a batch, inputs for the next batch arrive.
 """
 
 import argparse

@@ -36,7 +36,7 @@ def update(parameter: RRef[Tensor], gradient: Tensor) -> None:
 
 
 class Client:
-    """The part of a client: it sends its updates once the server has sent a reference to the parameter."""
+    """A worker that sends its updates once the server has sent it a reference to the parameter."""
 
     parameter: RRef
     may_begin = threading.Event()

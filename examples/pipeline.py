@@ -1,4 +1,4 @@
-"""A network in two stages on two workers, trained with micro-batches through both at once.
+"""A network in two stages on two workers, which train at the same time on different micro-batches.
 
     driver ---- batch ----> stage0 ---- activations ----> stage1 ---- loss ----> driver
                                    <---- gradients ------

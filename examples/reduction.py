@@ -89,7 +89,7 @@ def work(rank: int, backend: str, store: str, reports: Any, may_leave: Any) -> N
         rpc_backend_options=options,
     )
     train(rank, reports)
-    # The last answers of this trainer may still be on their way to others.
+    # The last answers of this trainer may still be on their way to others, so do not leave yet.
     may_leave.wait()
     # A graceful shutdown would end with an error that names the dead trainer.
     rpc.shutdown(graceful=False)

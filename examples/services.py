@@ -4,11 +4,11 @@
                  "threshold"    a value, kept by evaluator1
 
 The four processes know only each other's names. The two evaluators register a method of a model that both have. Each
-caller calls it 400 times. After 150 calls evaluator0 is killed. Its calls are repeated with evaluator1, since
-the service is registered as idempotent. The watch shows which worker is left.
+caller calls this method 400 times. After 150 calls caller0 kills evaluator0. Open calls are repeated with evaluator1,
+since the service is registered as idempotent. The watch shows which worker is left.
 
     python examples/services.py                         on UCX
-    python examples/services.py --backend tensorpipe    likewise; there a death is noticed by the first call that fails
+    python examples/services.py --backend tensorpipe    likewise; there the first call that fails shows the death
 """
 
 from __future__ import annotations
