@@ -4,8 +4,8 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps a few files open in reserve, for the moment when the process may open no more. Their release lets connections
-// for control frames be made even then. Other workers wait for those frames. Not thread-safe.
+// Keeps a few files open in reserve, for the moment when the process may open no more. Once they are released, this
+// worker can still connect to send control frames. Other workers wait for those frames. Not thread-safe.
 class FileReserve {
  public:
   FileReserve() {

@@ -184,7 +184,8 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // Asks a stream that torch has not made now, because it may be gone later. examine() asks all of torch's streams.
+    // A stream that torch has not made may be gone later, so release() asks it now. examine() asks all of torch's
+    // streams.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {

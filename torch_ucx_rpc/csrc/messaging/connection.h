@@ -156,12 +156,12 @@ class Connection {
   struct Incoming {
     wire::ReplayWindow received{1}; // frames with numbers
     std::map<uint64_t, Announcement> announced; // by number; frames without one have keys from the upper end down
-    uint64_t unnumbered = 0; // how many of these have come
+    uint64_t unnumbered = 0; // how many frames without a number have been announced
     uint64_t unacknowledgedBytes = 0; // bytes of frames that came after the last acknowledgement left
     bool isOwing = false; // in Connections::owing
     uint64_t lacked = 0; // the result of lacking() when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
-    bool hasAgain = false; // something has been announced again that had not failed; Retries looks at it
+    bool hasAgain = false; // a rendezvous that had not failed was announced again; Retries looks at it
 
     uint64_t inFlightBytes = 0;
     size_t inFlightPieces = 0;
@@ -193,11 +193,11 @@ class Connection {
   std::optional<wire::FrameSeal> opener;
 
   // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck. Heartbeat sets the other
-  // members, and breakOff() resets them.
+  // members. A failed endpoint sets some of them too.
   struct Silence {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
     bool isAsked = false; // a sign of life has been asked for
-    bool isSuspect = false; // a warning has been given, and nothing has come since
+    bool isSuspect = false; // the peer is suspect, and nothing has come since
     bool isDoubted = false; // its process has probably ended: see Heartbeat::doubt()
     std::chrono::milliseconds lasted{0};
   } silence;

@@ -18,10 +18,10 @@ namespace torch_ucx_rpc {
 // The thread that releases the lock next takes them as a batch, and hands them to the handlers.
 //
 // The order within a batch:
-// 1. Answers, values of channels, ends of sends, rejections and joins.
+// 1. Answers, values of channels, ends of sends, rejections, joins and broken endpoints.
 // 2. Requests and control frames in the order of arrival. Then failures of peers: what a peer sent before its end
 //    counts.
-// 3. Requests that the driver runs itself.
+// 3. Work that may block, then requests that the driver runs itself.
 // 4. Answers to calls that the driver completes itself.
 //
 // DispatchOrder keeps the second group in order across batches too.

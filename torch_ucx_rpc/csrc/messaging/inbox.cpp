@@ -213,7 +213,7 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
 }
 
 void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece) {
-  if (from.state() == Connection::State::kClosed) { // calls to it have failed here already, so it stays lost
+  if (from.state() == Connection::State::kClosed) { // calls to the peer have failed already, so it stays lost
     receiver_.release(piece);
     if (from.peer().state() == Peer::State::kFailed && from.peer().mayResume.load(std::memory_order_relaxed)) {
       from.isPinged = true; // the peer may have come back too late: a goodbye stops its sending

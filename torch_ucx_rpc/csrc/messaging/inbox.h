@@ -24,9 +24,9 @@
 
 namespace torch_ucx_rpc {
 
-// Receives messages. It checks who sent each frame, and joins the body and the spans of a message. Messages with parts
-// by rendezvous must be admitted to the receive window; the Receiver then receives them into memory. All functions need
-// the worker lock, unless they say otherwise.
+// Receives messages. It checks who sent each frame, and joins the body and the spans of a message. The receive window
+// must admit messages with parts by rendezvous. The Receiver then receives them into memory. All functions need the
+// worker lock, unless they say otherwise.
 class Inbox final : public TransportListener, private ReceivingParts {
  public:
   Inbox(const ReceivingParts& parts, const Directory& directory, uint64_t session)

@@ -129,7 +129,7 @@ void Messenger::countStaged(const OutgoingMessage& message) {
 void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
   progress_.submit([this, calls = std::move(calls)] {
     for (const auto& [to, id] : calls) {
-      // If the request has left, its callee must cancel it, and drops the parts that it has not received.
+      // The callee of a request that has left drops the parts that it has not received.
       if (!outbox_.cancel(*to, id)) {
         outbox_.sendControl(*to, wire::Kind::kCancel, id);
       }

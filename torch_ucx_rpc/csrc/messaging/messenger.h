@@ -96,7 +96,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Driving.
   bool lead() override; // the executor's threads call it
-  // For operations under the worker lock, for threads that drive while they wait, and to wake these.
+  // For operations under the worker lock, for threads that drive while they wait, and to wake those threads.
   Progress& progress() {
     return progress_;
   }

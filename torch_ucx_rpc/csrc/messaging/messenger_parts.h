@@ -12,8 +12,8 @@
 
 namespace torch_ucx_rpc {
 
-// The parts of a messenger and of its agent that objects with timer tasks use. These objects derive from it. The parts
-// live as long as the messenger. An object adds its tasks in its constructor, since the timer starts later.
+// The parts of a messenger and of its agent that objects with timer tasks use. These objects derive from this struct.
+// The parts live as long as the messenger. An object adds its tasks in its constructor, since the timer starts later.
 struct MessengerParts {
   // Guarded by the worker lock:
   Transport& transport_;

@@ -50,7 +50,7 @@ class Outbox {
 
   // From now on, reaches a peer of this machine over the network. One of the two workers gets nothing over shared
   // memory. Messages under way stay there, and arrive when it works again. They no longer take the room of later ones.
-  // On an error nothing has changed.
+  // If it fails, nothing has changed.
   Error moveToNetwork(Connection& connection);
 
   // Resumption: makes another endpoint, and sends over it the messages that the peer does not have. Does nothing unless

@@ -119,9 +119,9 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   uint64_t deviceBytesInUse() const {
     return deviceUsed_[0].load() + deviceUsed_[1].load();
   }
-  // Whether messages wait, and no bytes have been given back for kPatience, or kPatienceWhileReceiving. Each `true`
-  // begins another such time. `willMove` says that bytes will be given back without more memory. Only one thread may
-  // call hasStalled().
+  // Whether messages wait, and no bytes have been given back for kPatience, or kPatienceWhileReceiving. After each
+  // `true`, the time begins again. `willMove` says that bytes will be given back without more memory. Only one thread
+  // may call hasStalled().
   using TimePoint = std::chrono::steady_clock::time_point;
   bool hasStalled(TimePoint now, bool willMove);
 

@@ -24,7 +24,7 @@
 
 namespace torch_ucx_rpc {
 
-// The parts of a messenger that Receiver and Inbox use. Both derive from it.
+// The parts of a messenger that Receiver and Inbox use. Both derive from this struct.
 struct ReceivingParts {
   Transport& transport_;
   Connections& connections_;

@@ -31,8 +31,8 @@ class SentMessages {
 
   // On a thread that drives progress: an agent thread destroys the message.
   void destroy(std::unique_ptr<OutgoingMessage>& message);
-  // On a sending thread, which mostly waits for its answer next: the thread that waits destroys the message. An agent
-  // thread, woken for every message, would compete with the caller and the callee for a core.
+  // On a sending thread, which mostly waits for its answer next: a thread that waits for an answer destroys the
+  // message. An agent thread, woken for every message, would compete with the caller and the callee for a core.
   void destroyLater(std::unique_ptr<OutgoingMessage>& message);
 
   // Destroys the messages that wait. The calling thread must not hold torch's locks.

@@ -89,7 +89,7 @@ class Transport {
   // Tells a peer's connect() how to reach this worker. Opaque bytes, constant.
   virtual const std::string& address() const = 0;
 
-  // Becomes readable, edge by edge, when progress() has something to do after arm() returned true. The transport owns
+  // Becomes readable (edge-triggered) when progress() has something to do after arm() returned true. The transport owns
   // the descriptor.
   virtual int eventFd() const = 0;
 
@@ -100,8 +100,8 @@ class Transport {
   // sense. Fails with a local error if this process lacks a resource.
   virtual Error connect(const std::string& address, EndpointId& endpoint) = 0;
 
-  // Like connect(), but reaches the peer over network transports only, never over shared memory. Both sides must choose
-  // alike. This is for peers of the same machine
+  // Like connect(), but reaches the peer over network transports only, never over shared memory. Both sides must make
+  // the same choice. This is for peers of the same machine
   // - in another pid namespace: UCX looks for the peer's process by its id in its own namespace, so shared memory fails
   //   or watches a stranger. Containers with a common IPC namespace have this fault (`--ipc=host` without
   //   `--pid=host`);
@@ -144,8 +144,8 @@ class Transport {
   virtual const void* originOf(void* rendezvous) const = 0;
 
   // Closes the origin of a rendezvous that is being received. The receive ends with an error, now or in a later
-  // progress(). If bytes to the peer wait there it may not end, and the caller tries again later. Returns false, and
-  // does nothing, if the origin is an endpoint that connect() has made: abandon() closes that one.
+  // progress(). If bytes to the peer wait there, the origin stays open, and the caller tries again later. Returns
+  // false, and does nothing, if the origin is an endpoint that connect() has made: abandon() closes that one.
   virtual bool closeOrigin(const void* origin) = 0;
 
   // Does all work that does not block, and returns how many steps that took. 0: there is nothing to do now.

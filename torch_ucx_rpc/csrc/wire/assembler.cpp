@@ -62,7 +62,7 @@ Assembler::Outcome Assembler::add(
   auto [entry, isNew] = partial_.try_emplace(key);
   Partial& partial = entry->second;
   if (isNew) {
-    partial.header = header; // perhaps of a piece: only its span count is used until the body arrives
+    partial.header = header; // perhaps a piece's header: only its span count is used until the body arrives
   }
   const bool isNoted = note(partial, header, piece.size());
   // note() still counts the parts of a message that was given up. The last part ends its entry.

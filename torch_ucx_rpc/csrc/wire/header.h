@@ -58,7 +58,7 @@ enum class Kind : uint8_t {
   kPutRefused = 17, // a put was dropped: its group has another epoch, which is `call id`; body: the group
 };
 
-// The call id of a goodbye whose sender goes on.
+// The call id of a goodbye whose sender keeps running.
 inline constexpr uint64_t kGoodbyeToLost = 1;
 
 // Whether frames of this kind are parts of a message, which may have spans. The others are control frames.
@@ -67,8 +67,8 @@ inline constexpr bool isMessage(Kind kind) {
 }
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
-// Raised with every change that an older reader would misread. Workers of one job must agree on it. Version 5 added
-// numbers and acknowledgements of frames, channels, and the tree of the barrier.
+// Increase it with every change that an older reader would misread. Workers of one job must agree on it. Version 5
+// added numbers and acknowledgements of frames, channels, and the tree of the barrier.
 inline constexpr uint8_t kVersion = 5;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far more than any real message has (a span is a tensor of at least tens of KiB). Small enough that a false count
@@ -102,8 +102,8 @@ struct Header {
   // the request must run even if its caller has given up. The time is relative, because the clocks of two machines may
   // differ. So the time on the way does not count.
   uint32_t deadlineMs = 0;
-  // The first number of a frame that this frame's sender has not received from the other worker. Only the low half
-  // travels.
+  // The number of the first frame that this frame's sender has not received from the other worker. Only the low half of
+  // the number travels.
   uint32_t acknowledged = 0;
   Hmac::Tag frameTag{}; // over this header, and over a body that travels in this frame
 };

@@ -7,14 +7,14 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Knows which numbers of a sequence have come. Frames overtake each other: on several lanes, by thousands of frames and
+// Knows which numbers of a sequence have come. On several lanes, frames overtake each other by thousands of frames and
 // by seconds. So the window keeps the gaps below the highest number, not a fixed number of the latest ones. It costs
 // nothing while numbers come in order. Up to kMaxGaps gaps, it never takes a new number for a replay. Not thread-safe.
 class ReplayWindow {
  public:
-  // A gap is a run of missing numbers. If there are more, the window forgets the oldest gap, whose numbers then count
-  // as replays. A peer that leaves so many gaps knows the secret, but must not cost more memory than this (about 64
-  // bytes a gap).
+  // A gap is a run of missing numbers. If there are more gaps than this, the window forgets the oldest gap, whose
+  // numbers then count as replays. A peer that leaves so many gaps knows the secret, but must not cost more memory than
+  // this (about 64 bytes a gap).
   static constexpr size_t kMaxGaps = 4096;
 
   // The sequence begins at `first`.

@@ -16,7 +16,7 @@
 //   travels in the frame. The receiver takes each number once.
 // - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
 //   covers them, and the receiver checks it when they have arrived.
-// - The bytes of tensors are not covered. Their places and their sizes are.
+// - The tags do not cover the bytes of tensors. They do cover the places and sizes of tensors.
 
 namespace torch_ucx_rpc::wire {
 

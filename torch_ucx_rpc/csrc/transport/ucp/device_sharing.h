@@ -59,7 +59,7 @@ class DeviceMemoryAccess {
   ucp_context_h context_ = nullptr;
   bool hasCudaIpc_ = false;
   Error refusal_;
-  Error mistaken_; // what is wrong with the last bytes that were asked for
+  Error mistaken_; // what is wrong with the bytes that refusalOf() checked last
   std::unordered_set<uintptr_t> knownRegions_;
 };
 

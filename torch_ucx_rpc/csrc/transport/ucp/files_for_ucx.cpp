@@ -80,8 +80,8 @@ int socketForUcx(int domain, int type, int protocol) {
 thread_local bool isConnectionWaiting = false;
 constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 1'000'000};
 
-// UCX takes EAGAIN for "no connection", and asks again while one waits. The reserve is not for incoming connections,
-// since every worker may make one. UCX looks at a network card for each, and needs the reserve for that.
+// UCX takes EAGAIN for "no connection", and asks again while a connection waits. The reserve is not for incoming
+// connections, since every worker may make one. UCX looks at a network card for each, and needs the reserve for that.
 int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
   const int connection = ::accept(listener, address, length);
   if (connection < 0 && !isOfTheListener(errno)) {

@@ -19,7 +19,7 @@ namespace {
 constexpr std::pair<int, int> kOldestTested{1, 14};
 constexpr std::pair<int, int> kNewestTested{1, 22};
 
-// A message takes UCX microseconds to copy into a slot: at most 64 KiB, 8 by default.
+// UCX copies a message into a slot within microseconds. A message there has at most 64 KiB, and 8 KiB by default.
 constexpr uint64_t kLongerThanAnyCopyMs = 50;
 
 // Scans for one slot before the state is kUnrepairable: one second at the agent's pace of 20 ms. After that, one scan

@@ -33,7 +33,7 @@ std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 // thread at a time may call it, without the worker lock. Neither waits for the other.
 class QueueRepair {
  public:
-  // `whyNot`: why the queues are left alone, empty to repair them.
+  // `whyNot` says why the queues are not repaired. Empty to repair them.
   QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot);
 
   // Skips the slots that the last scan has cleared, and asks for another scan if one is needed. kWhole means that all

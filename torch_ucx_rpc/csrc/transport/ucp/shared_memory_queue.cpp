@@ -200,7 +200,7 @@ bool SharedMemoryQueue::isConsistent() const {
     const Slot& used = slotAt(slot);
     const uint8_t flags = std::atomic_ref(slotAt(slot).flags).load(std::memory_order_acquire);
     if (slot + count_ < end()) {
-      continue; // taken again, in between or before
+      continue; // a sender has taken it again
     }
     const bool isLikeUcx = (flags & ~(kOwner | kInline)) == 0 && used.handler < kHandlers && used.segmentBytes != 0;
     if (!isLikeUcx || (flags & kOwner) != markAt(slot)) {

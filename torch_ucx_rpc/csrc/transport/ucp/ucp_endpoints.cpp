@@ -44,7 +44,7 @@ Error UcpEndpoints::connect(std::string_view ucxAddress, EndpointId& endpoint) {
   const ucs_status_t status = ucp_ep_create(worker_, &params, &created->handle);
   if (status != UCS_OK) {
     created->reason = log_.takeReason();
-    // A network that is down shows at once on some hosts, and later on others. Here it shows later on all hosts.
+    // On some hosts UCX notices at once that a network is down, and on others later. Here it shows later on all hosts.
     if (created->reason.find("connect(fd=") == std::string::npos) {
       return withReason(errorOfConnecting(status), created->reason);
     }

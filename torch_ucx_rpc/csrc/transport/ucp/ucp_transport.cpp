@@ -27,7 +27,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-constexpr unsigned kMessageId = 0; // the one active-message id we use
+constexpr unsigned kMessageId = 0; // the only active-message id in use
 constexpr int kTurnsToCancel = 8; // UCX needs two or three
 
 void warnOfLoss(const std::exception_ptr& loss) {
@@ -399,7 +399,7 @@ void UcpTransport::close(int64_t limitMs) {
   }
   endpoints_.dropFlushes();
   log_.explain(); // this side has given everything up
-  working.reset(); // other errors at the end of a worker are not ordinary
+  working.reset(); // from here on, UCX shows its errors: they are not ordinary
   if (operations_.inFlight() != 0) {
     working.emplace(log_, /*isLeaving=*/true);
   }

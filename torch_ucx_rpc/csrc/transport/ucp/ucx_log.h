@@ -30,8 +30,8 @@ class UcxLog {
   UcxLog(const UcxLog&) = delete;
   UcxLog& operator=(const UcxLog&) = delete;
 
-  // While it lives, UCX works for this transport on this thread. With `isLeaving` it destroys the transport's worker,
-  // and warnings of requests that were left behind are dropped.
+  // While it lives, UCX works for this transport on this thread. With `isLeaving`, UCX destroys the transport's worker,
+  // and this class drops warnings of requests that were left behind.
   class Working {
    public:
     explicit Working(UcxLog& log, bool isLeaving = false);
@@ -49,7 +49,7 @@ class UcxLog {
   // second, are not shown.
   void explain() noexcept;
   // The same, for the failure of an endpoint. Returns the first line for its text, " (mm_sysv.c:61: shmat(...) failed:
-  // ...)"; empty if there is none. It is returned once.
+  // ...)"; empty if there is none. Returns it only once.
   std::string takeReason() noexcept;
   // Shows what has been held back for too long.
   void showOld() {
