@@ -100,11 +100,11 @@ class Barrier {
   void onMembershipChange();
 
  private:
-  // A round that is not released here.
+  // A round that has not been released on this worker.
   struct Round {
     Arrivals arrivals;
-    std::set<Rank> senders; // will be told the result
-    std::optional<Rank> absent; // was missing when last looked for; spares a look at all workers for each frame
+    std::set<Rank> senders; // workers that get the result
+    std::optional<Rank> absent; // a worker that was missing at the last look; saves a search for each frame
     bool isTold = false; // the parent knows all of `arrivals`
   };
   // The frames to send once the lock is released.
@@ -144,7 +144,7 @@ class Barrier {
   uint64_t entered_ = 0; // rounds are numbered from 1
   std::map<uint64_t, Round> rounds_; // rounds not yet released here, of which arrivals are known
   std::map<uint64_t, Result> results_; // the last few rounds released here
-  std::optional<Rank> parent_; // when this worker looked last
+  std::optional<Rank> parent_; // the parent at the last look
   int passingOn_ = 0; // releases that threads are passing on
 };
 

@@ -121,7 +121,7 @@ class Peer {
   std::atomic<bool> hasNotedLeave{true}; // false from this worker's leave until the peer has acknowledged it
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
   // True if ProcessWatch cannot watch it, or if it may take this worker for dead because this process has lost the
-  // connection. The inbox sets it for the latter, under the worker lock.
+  // connection. In the latter case the inbox sets it, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
   // Set by the monitor. True if something other than its endpoints shows its death: its lifeline, or silence.
@@ -132,7 +132,7 @@ class Peer {
   // Written under the worker lock; read by any thread. True if it has been silent for the limit, or the endpoint to it
   // has failed, and it is not lost yet: see Heartbeat.
   std::atomic<bool> isResuming{false};
-  std::atomic<uint64_t> timesResumed{0}; // how often that has begun
+  std::atomic<uint64_t> timesResumed{0}; // how often isResuming has become true
 
   std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<uint64_t> bytesSent{0};
@@ -140,8 +140,8 @@ class Peer {
   std::atomic<uint64_t> resendBytes{0}; // of messages that are kept until it has them: see KeptMessages
   // True if it runs on this machine and shared memory does not reach it. It may be in another pid namespace: UCX would
   // look for its process by an id that means nothing here, or another process. It may belong to another user, whose
-  // memory UCX cannot open. The group sets this for both before the first message. Or one of the two workers gets
-  // nothing more over shared memory (RepairState::kUnrepairable).
+  // memory UCX cannot open. In these two cases the group sets this before the first message. Or one of the two workers
+  // may get nothing more over shared memory (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
 
   // Null before the first message to or from it; see Connections::of(). Guarded by the worker lock.
@@ -163,7 +163,7 @@ class Peer {
 class PeerObserver {
  public:
   virtual ~PeerObserver() = default;
-  // Called once for each peer that left or failed, after its state says so. Any thread, without the worker lock.
+  // Called once for each peer that left or failed, after its state says so, on any thread, without the worker lock.
   virtual void onPeerGone(Peer& peer) = 0;
 };
 

@@ -55,8 +55,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t session() const {
     return self_.session;
   }
-  // Throws RpcFailure in a process that was forked from this agent's. The functions of RpcAgent that need the agent's
-  // threads or UCX call this. Callers of the objects below must call it themselves.
+  // Throws RpcFailure in a process that was forked from this agent's process. The functions of RpcAgent that need the
+  // agent's threads or UCX call this. Callers of the objects below must call it themselves.
   void checkProcess() const {
     processGuard_.check();
   }

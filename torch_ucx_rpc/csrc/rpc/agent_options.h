@@ -8,7 +8,7 @@
 
 namespace torch_ucx_rpc {
 
-// The user's choices; torch_ucx_rpc/_options.py documents each and checks it.
+// The user's choices. torch_ucx_rpc/_options.py documents and checks each of them.
 struct AgentOptions {
   std::chrono::milliseconds rpcTimeout{60'000};
   size_t numWorkerThreads = 16;

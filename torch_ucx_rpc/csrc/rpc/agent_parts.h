@@ -11,8 +11,8 @@
 
 namespace torch_ucx_rpc {
 
-// The parts of an agent that most objects of rpc/ use, as their base class. The parts live as long as the agent. A
-// constructor may add tasks to the timer, since the timer starts later.
+// The parts of an agent that most objects of rpc/ use, as their base class. The parts live as long as the agent.
+// Constructors of these objects may add tasks to the timer, which starts later.
 struct AgentParts {
   const Identity& self_;
   Directory& directory_;

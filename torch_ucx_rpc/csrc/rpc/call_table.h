@@ -34,7 +34,8 @@ class CallTable {
     std::chrono::milliseconds timeout{0}; // 0: none
     bool mustRun = false; // even if its time is up: see mustExecute()
     bool makesRRef = false;
-    // Why it has not made its RRef. The owner gets this reason, and the call ends when the owner has answered.
+    // If set, the reason why the call has not made its RRef. The owner gets this reason, and the call ends when the
+    // owner has answered.
     std::optional<std::string> failure;
     Clock::time_point deadline = Clock::time_point::max();
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call

@@ -127,7 +127,7 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
 
   mutable std::mutex mutex_;
   // Guarded by mutex_:
-  // Each is made when it is first asked for.
+  // Infos are made when they are first asked for.
   mutable std::unordered_map<const Peer*, std::unique_ptr<const WorkerInfo>> infos_;
   std::shared_ptr<const OnGone> onGone_;
 };

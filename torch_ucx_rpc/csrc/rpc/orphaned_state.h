@@ -52,7 +52,7 @@ class OrphanedState final : public PeerObserver, private AgentParts {
 
   // Releases what workers of these ranks have left, and ends hopeless waits for any worker.
   void release(const Ranks& gone);
-  // Timer task: releases later state of the dead.
+  // Timer task: releases state that handlers of dead workers have added since.
   Timer::TimePoint releaseAgain(Timer::TimePoint now);
   // Whether an RRef that a thread or a call waits for may still get its value.
   bool mayStillGetValue(const RRefId& id) const;

@@ -53,7 +53,8 @@ class PeerMonitor final : public PeerHandler, private AgentParts {
   // Timer task: checks the heartbeats.
   Timer::TimePoint beat(Timer::TimePoint now);
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
-  // Connects the lifeline of a peer from which something has just come, if the transport does not notice its end.
+  // Connects the lifeline of a peer from which something has just come, if the transport does not notice the peer's
+  // end.
   void connectLifelineWithWorkerLock(Peer& peer);
   // To be called when the port of the lifeline is closed: the process has probably ended.
   void onLifelineCutWithWorkerLock(Peer& peer);

@@ -135,7 +135,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   // A handler that has returned does not need more memory. Its tensors may live on without a share of the window.
   admission.release();
   if (response->completed()) {
-    const c10::MultiStreamGuard guard(streams); // handle() has left them, and the answer is encoded in their order
+    const c10::MultiStreamGuard guard(streams); // handle() has left these streams, and the answer follows their order
     if (!streams.empty()) {
       response->wait(); // the streams, not this thread, wait for its value
     }

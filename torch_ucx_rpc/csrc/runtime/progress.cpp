@@ -108,7 +108,7 @@ void Progress::runQueueLocked() {
 
 void Progress::drainQueue() {
   // A thread that queues and finds the lock taken leaves its operation to the holder; the holder looks here after
-  // unlocking. The fence makes sure that one of the two threads sees what the other has done: the one queues before its
+  // unlocking. The fence makes sure that one of the two threads sees what the other has done. The one queues before its
   // try_lock, and the other unlocks before its load here.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   while (hasPending()) {
@@ -249,7 +249,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   return brought;
 }
 
-// The ends of a rest. False ends the drive; after true the thread looks again.
+// How a rest ends. False ends the drive; after true the thread looks again.
 //
 //   waiting caller  false  a signal has come in, its deadline, or the end of the longest sleep
 //                   true   woken by anything else

@@ -143,7 +143,7 @@ class Progress {
   std::vector<Operation> running_; // the batch of runQueueLocked(); a member so that its memory is reused
   bool isClosed_ = false;
   Spinning spinning_;
-  unsigned spins_ = 0; // of all drivers, for looks at the watched descriptors
+  unsigned spins_ = 0; // of all drivers, see kSpinsBetweenLooks
 
   std::mutex waitingCallerMutex_; // held by the waiting caller
   WaitSet::Clock::time_point callerDeadline_{}; // guarded by waitingCallerMutex_
@@ -152,7 +152,7 @@ class Progress {
   std::mutex queueMutex_;
   std::vector<Operation> queue_; // guarded by queueMutex_
 
-  std::atomic<size_t> queued_{0}; // operations in queue_, for a look without its mutex
+  std::atomic<size_t> queued_{0}; // operations in queue_, readable without its mutex
   std::atomic<bool> isStartRequested_{false};
   std::atomic<int> drivers_{0}; // threads in drive()
   std::atomic<int> sleepers_{0}; // of these, those in rest()

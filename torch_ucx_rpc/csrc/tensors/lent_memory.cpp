@@ -38,7 +38,7 @@ std::mutex& contexts() {
   return mutex;
 }
 
-// Whether no other code looks at the deleter. torch recognizes memory of other kinds by it: shared, pinned, devices'.
+// Whether no other code looks at the deleter. torch recognizes shared, pinned and device memory by it.
 bool isShareable(const c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage.data_ptr();
   if (!storage.resizable() || !data.device().is_cpu() || data.get_context() == nullptr) {

@@ -10,7 +10,7 @@ namespace torch_ucx_rpc {
 // rpc.remote() fails if the owner cannot read the request, lacks the function, or refuses the request. At the owner,
 // torch then does not know the RRef, and other workers may wait there for its value for ever. At the caller it stays
 // pending, and shutdown() waits for it. So the caller sends the owner a second request in place of the failed one. The
-// second request makes an RRef whose value is the error, as a function that raises does. Torch has no such message:
+// second request makes an RRef whose value is the error, as a function that raises does. torch has no such message:
 // this one is an EXCEPTION, which torch sends as an answer only.
 
 // Returns the request for the RRef that has this future (RRef::getOwnerCreationFuture()). Null while torch does not

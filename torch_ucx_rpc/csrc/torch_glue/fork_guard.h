@@ -14,12 +14,12 @@ class ProcessGuard {
   // The agent belongs to the process that makes the guard. `worker` is its name.
   explicit ProcessGuard(std::string worker);
 
-  // Throws RpcFailure in a process that was forked from the agent's.
+  // Throws RpcFailure in a process that was forked from the agent's process.
   void check() const;
 
  private:
   const std::string worker_;
-  const uint64_t forks_; // between the first process that used this file and the agent's
+  const uint64_t forks_; // forks between the first process that used this file and the agent's process
 };
 
 // Children forked from now on never destroy the object, not even at exit. They leave the deletion of torch's

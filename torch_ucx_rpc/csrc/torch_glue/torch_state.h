@@ -67,8 +67,8 @@ struct CreatedRRef {
   torch::distributed::rpc::ForkId reference;
 };
 
-// Finds the RRef with which torch has registered this future, which is that of the request that makes the RRef. Nothing
-// if torch does not know the RRef: the thread that makes it tells torch after RpcAgent::send().
+// Finds the RRef with which torch has registered this future, the future of the request that makes the RRef. Nothing if
+// torch does not know the RRef: the thread that makes it tells torch after RpcAgent::send().
 std::optional<CreatedRRef> findCreatedRRef(const torch::distributed::rpc::JitFuture& creation);
 
 // Marks the RRef whose rpc.remote() is about to fail, because it timed out, and returns this worker's reference to it.
