@@ -208,7 +208,8 @@ void DevicePool::release(void* context) {
   }
 }
 
-// The pool can no longer ask whether a stream uses this memory. A leak is better than giving it to another tensor.
+// The pool can no longer ask whether a stream uses this memory. A leak is better than giving the memory to another
+// tensor.
 void DevicePool::lose(std::unique_ptr<Block> block) {
   const std::lock_guard lock(mutex_);
   lost_.push_back(std::move(block));

@@ -108,7 +108,7 @@ class Connection {
     const auto& does = isJoining() ? peer_.isEndSeen : peer_.mayResume;
     return does.load(std::memory_order_relaxed) && state() != State::kClosed;
   }
-  // To be called when the endpoint has failed or is given up, and mayResume() is true.
+  // Call it when the endpoint has failed or is given up, and mayResume() is true.
   void breakOff(const std::string& why);
 
   // A queue has the messages of one kind that leave in one way: eagerly or by rendezvous. Small messages do not wait
@@ -144,7 +144,7 @@ class Connection {
     Messages held; // see OutgoingMessage::Wait
     Bytes join; // the record of this worker, until the peer has admitted it
     std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // until their turn comes, by call id
-    std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
+    std::vector<uint64_t> withdrawn; // calls that have left in part, and that the peer must cancel
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have
     uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before all later frames
@@ -160,7 +160,7 @@ class Connection {
     uint64_t unacknowledgedBytes = 0; // bytes of frames that came after the last acknowledgement left
     bool isOwing = false; // in Connections::owing
     uint64_t lacked = 0; // the result of lacking() when Retries looked last
-    std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
+    std::vector<Receiving::Entry> stalled; // messages whose next parts the peer must announce again
     bool hasAgain = false; // a rendezvous that had not failed was announced again; Retries looks at it
 
     uint64_t inFlightBytes = 0;

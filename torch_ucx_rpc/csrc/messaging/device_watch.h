@@ -16,7 +16,7 @@ class DeviceWatch : private MessengerParts {
     return !devices_.get().empty();
   }
 
-  // To be called first in each round. Any thread may drive, and UCX needs a device context on that thread.
+  // Call it first in each round. Any thread may drive, and UCX needs a device context on that thread.
   void beginRoundWithWorkerLock();
   // Makes another round begin soon, since a message waits for a device.
   void askAgain();

@@ -36,7 +36,7 @@ class Heartbeat {
   bool isOn() const {
     return limit_.count() != 0;
   }
-  // The interval at which check() is to be called.
+  // The interval at which to call check().
   Milliseconds period() const {
     return std::max(Milliseconds(1), limit_ / kPeriodsPerLimit);
   }
@@ -51,8 +51,8 @@ class Heartbeat {
   // Checks the peers that this worker has, or has had, an endpoint to.
   Findings check(Clock::time_point now);
 
-  // To be called when the process of a peer has probably ended. The caller must have asked the peer for a sign of life.
-  // Unless one comes, the peer is lost within kDoubt and a period, whatever the limit.
+  // Call it when the process of a peer has probably ended, after asking the peer for a sign of life. Unless one comes,
+  // the peer is lost within kDoubt and a period, whatever the limit.
   void doubt(Peer& peer, Clock::time_point now) const;
 
   // Sentences for the log.

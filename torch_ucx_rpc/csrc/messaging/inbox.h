@@ -52,8 +52,8 @@ class Inbox final : public TransportListener, private ReceivingParts {
     return *window_;
   }
 
-  // Admits the request that has waited longest, whether it fits or not. To be called when the window has not moved for
-  // a while although no request waits for a thread. Handlers then wait for one another, and only more memory lets them
+  // Admits the request that has waited longest, whether it fits or not. Call it when the window has not moved for a
+  // while although no request waits for a thread. Handlers then wait for one another, and only more memory lets them
   // continue.
   void admitStalled();
 

@@ -42,7 +42,7 @@ class KeptMessages {
   // Notes that the peer has these frames. Ignores impossible ones.
   void onReceived(const wire::ReplayWindow& received);
 
-  // To be called when an operation of a message has ended late, or a message has failed. takeEnded() then looks at all
+  // Call it when an operation of a message has ended late, or a message has failed. takeEnded() then looks at all
   // messages.
   void lookAtAll() {
     mustLookAtAll_ = true;

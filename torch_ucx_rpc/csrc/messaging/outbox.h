@@ -62,13 +62,13 @@ class Outbox {
   // Gives up a request that has not left. Returns false if no request with this id waits here.
   bool cancel(Peer& to, uint64_t callId);
 
-  // To be called when the peer has admitted this worker: sends the messages that have waited for that.
+  // Call it when the peer has admitted this worker. It sends the messages that have waited for that.
   void onAdmitted(Peer& peer);
 
   // Ends all messages to a peer that is gone. Messages that UCX still holds end later (see Transport::abandon()).
   void abandon(Peer& peer);
 
-  // Fails the messages that wait, and all later ones. To be called right before the transport is closed.
+  // Fails the messages that wait, and all later ones. Call it right before the transport is closed.
   void close();
 
   // The number of messages that were given to send() and have neither been sent nor failed. Messages to peers that are
@@ -91,7 +91,7 @@ class Outbox {
   // Sends or fails the first message of a queue, which must not be empty.
   void startFirst(Connection& connection, size_t queue);
   void retryStranded(Connection& connection);
-  // Fails the messages that wait. To be called when canLeave() is false.
+  // Fails the messages that wait. Call it when canLeave() is false.
   void failWaiting(Connection& connection);
   // `room` counts the message. It is null for a message that is not queued, or that fails at once.
   void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, OutgoingLoad* room);
@@ -100,7 +100,7 @@ class Outbox {
   Error makeEndpoint(Connection& connection);
   // Sends the frames of a message that the peer does not have. Unless the message is kept, this may destroy it.
   void sendFrames(Connection& connection, OutgoingMessage& message);
-  // To be called when the transport is done with some parts of a message, over this endpoint.
+  // Call it when the transport is done with some parts of a message, over this endpoint.
   void finish(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
   void freeRoom(Connection& connection, OutgoingMessage& message);
   // For messages that outlast their endpoint.

@@ -32,7 +32,7 @@ class Admission {
     release();
   }
 
-  // To be called when a thread begins to handle the message, which then no longer counts as queued.
+  // Call it when a thread begins to handle the message, which then no longer counts as queued.
   void beginHandling();
   void release();
 
@@ -83,8 +83,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // The same while a message is being received. It is longer, because a slow network is not a deadlock. It is limited,
-  // because a sender that hangs must not stop the others for good.
+  // The patience while a message is being received. It is longer, because a slow network is not a deadlock. It is
+  // limited, because a sender that hangs must not stop the others for good.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // The most bytes of queued requests.
   static constexpr uint64_t kMaxQueuedBytes = 8ull * 1024 * 1024;
@@ -137,7 +137,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   const uint64_t limitBytes_; // the limit of each budget
   UniqueFunction<void()> onRoom_;
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
-  std::atomic<uint64_t> deviceUsed_[2] = {0, 0}; // the same, in memory of devices
+  std::atomic<uint64_t> deviceUsed_[2] = {0, 0}; // in memory of devices
   std::atomic<uint64_t> queued_ = 0; // bytes of requests that no thread handles yet
   std::atomic<uint64_t> releases_{0}; // how often bytes were given back
   // Used by hasStalled() alone:

@@ -49,7 +49,7 @@ class Receiver : private ReceivingParts {
   // parallel arrive no sooner than one after the other, but they need more memory, which is cold. This much hides a
   // network's latency: 160 us at 25 GB/s.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
-  // The same for memory of devices: two of their largest pieces. One is announced while the other is copied.
+  // The limit for memory of devices: two of their largest pieces. One is announced while the other is copied.
   static constexpr uint64_t kReceivingDeviceBytes = 2 * OutgoingMessage::kDevicePieceBytes;
   // A message that has not arrived after this time no longer counts: its sender or the network is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
@@ -113,7 +113,7 @@ class Receiver : private ReceivingParts {
   // Gives up everything that is being received from a peer that is gone.
   void dropPeer(Connection& connection);
 
-  // Gives up all receives that have not begun. To be called right before the transport is closed.
+  // Gives up all receives that have not begun. Call it right before the transport is closed.
   void close();
 
  private:
@@ -137,7 +137,7 @@ class Receiver : private ReceivingParts {
   // Begins to receive parts, as many as may be in flight from the peer.
   void receiveNextParts(Connection& connection);
   void receivePart(Connection& connection, Entry receiving);
-  // The part that is received next. Null if all are to be announced again first.
+  // The part to receive next. Null if the peer must first announce all parts again.
   static Part* nextPart(Receiving& receiving);
   // Puts back a part that was not received because its endpoint has failed: the peer announces it again.
   void putBack(Connection& connection, Entry receiving, Part part);
@@ -145,7 +145,7 @@ class Receiver : private ReceivingParts {
   void settle(Announcement& announcement, uint64_t bytes = 0);
   // Gives up the parts that have not begun.
   void giveUp(Entry receiving, const Error& why);
-  // The same for each message from a peer that has such parts and for which `isOver` is true.
+  // Does so for each message from a peer that has such parts and for which `isOver` is true.
   template <typename IsOver>
   void giveUpWhere(Connection& connection, const Error& why, const IsOver& isOver);
   // Adds the event of a message, and forgets it, if all its parts are done.

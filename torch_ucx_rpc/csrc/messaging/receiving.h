@@ -38,7 +38,7 @@ struct Receiving {
   // transport must not get device memory on only one side of a transfer.
   enum class Stage : uint8_t {
     kBody, // the body alone is received
-    kMemory, // the spans get memory, and the body if it is still to be received
+    kMemory, // the spans get memory, and so does a body that has not been received
     kSpans, // the spans are received into that memory
   };
   // The part that one operation receives: a piece of a span, or the body.

@@ -14,7 +14,7 @@ class SharedMemoryRepair : private MessengerParts {
  public:
   explicit SharedMemoryRepair(const MessengerParts& parts);
 
-  // Asks for a check. To be called when a process of this machine has ended, and when this worker seems deaf.
+  // Asks for a check. Call it when a process of this machine has ended, and when this worker seems deaf.
   void request();
 
   // Moves a connection with isMoving to the network. False if this process lacks a file, for instance: the

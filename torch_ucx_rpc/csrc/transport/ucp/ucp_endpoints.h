@@ -102,7 +102,7 @@ class UcpEndpoints {
   std::vector<std::unique_ptr<UcpEndpoint>> endpoints_;
 
   IntrusiveList<UcpEndpoint> reported_; // endpoints whose failure UCX has reported, not closed yet
-  IntrusiveList<UcpEndpoint> closed_; // the same, closed and not taken yet
+  IntrusiveList<UcpEndpoint> closed_; // such endpoints, closed and not taken yet
 
   // Endpoints that this side has given up, and their flushes. progress() closes the endpoints when their flushes are
   // done.

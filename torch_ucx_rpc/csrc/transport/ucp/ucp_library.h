@@ -24,9 +24,9 @@ std::string whatIsLackingToConnect(const std::string& tls);
 
 // The meaning of the status of an operation.
 Error errorOf(ucs_status_t status);
-// The same for making an endpoint, which involves no peer yet.
+// The meaning of the status of making an endpoint, which involves no peer yet.
 Error errorOfConnecting(ucs_status_t status);
-// The same for the death of an endpoint. `someFile` is any open descriptor: see filesForAConnection().
+// The meaning of the status with which an endpoint died. `someFile` is any open descriptor: see filesForAConnection().
 Error errorOfEndpoint(ucs_status_t status, int someFile);
 
 // The address of a UCX worker in UCX's own format. `flags` are UCX's ucp_worker_address_flags_t.

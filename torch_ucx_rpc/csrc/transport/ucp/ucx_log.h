@@ -45,11 +45,11 @@ class UcxLog {
     const bool wasLeaving_;
   };
 
-  // To be called when the transport reports a failure, or gives an endpoint up. Lines so far, and lines of the next
-  // second, are not shown.
+  // Call it when the transport reports a failure, or gives an endpoint up. Lines so far, and lines of the next second,
+  // are not shown.
   void explain() noexcept;
-  // The same, for the failure of an endpoint. Returns the first line for its text, " (mm_sysv.c:61: shmat(...) failed:
-  // ...)"; empty if there is none. Returns it only once.
+  // Does what explain() does, for the failure of an endpoint. Returns the first line for its text, " (mm_sysv.c:61:
+  // shmat(...) failed: ...)"; empty if there is none. Returns it only once.
   std::string takeReason() noexcept;
   // Shows what has been held back for too long.
   void showOld() {
