@@ -1,7 +1,7 @@
 """How many updates a second does a parameter server apply?
 
 Four clients send gradients of 4 KB to a server. The server adds each to a parameter: by an operator that numba compiled
-(`torch_ucx_rpc.native_op`) within a TorchScript function, or by a Python function. This is measured while the server's
+(`torch_ucx_rpc.native_op`) within a TorchScript function, or by a Python function. Both are measured while the server's
 Python does nothing else, and while a thread of the server computes in Python.
 """
 

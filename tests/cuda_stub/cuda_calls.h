@@ -14,8 +14,8 @@
 #include <mutex>
 #include <string>
 
-// The common beginning of the functions of the stub's libcuda.so.1, and their numbers of calls. The types are those of
-// cuda.h.
+// The common beginning of the functions of the stub's libcuda.so.1, and the counts of their calls. The types are those
+// of cuda.h.
 namespace cuda_stub {
 
 using CUresult = int;
@@ -63,8 +63,8 @@ class Calls {
 // Each function of the driver begins with one of these: CALLED_EARLY if it does not need cuInit(), else CALLED.
 //
 // UCX writes a jump to the beginning of a function: 5 bytes, or 12 if its own code is more than 2 GiB away. It must
-// know the instructions that it replaces. A frame of more than 127 bytes needs a longer instruction, so these take 14
-// bytes.
+// know the instructions that it replaces. A frame of more than 127 bytes needs a longer instruction, so these
+// beginnings take 14 bytes.
 #define CALLED_EARLY()                                                    \
   do {                                                                    \
     [[maybe_unused]] std::array<char, 128> frame;                         \

@@ -158,7 +158,7 @@ struct Job {
   std::function<void()> setUp = [] {}; // each process calls it
 };
 
-// Runs a caller that acts, and a callee with the handler. Both write the number of calls of each driver function.
+// Runs a caller that does `act`, and a callee with the handler. Both write the number of calls of each driver function.
 std::unique_ptr<TwoProcesses> play(
     const Job& job, const Handler& handler, const std::function<void(const Worker& caller)>& act) {
   return std::make_unique<TwoProcesses>(

@@ -21,7 +21,7 @@ from tests.support.workers import agent, backend_options, eventually, in_worker0
 from tests.support.workers import run_workers as run_job
 from torch_ucx_rpc._torch.arrays import _on_its_memory, _stream_of
 
-# A size beyond pickled arrays, and beyond tensors that travel inside the message.
+# Larger than any array that is pickled, and than any tensor that travels inside the message.
 LARGE = 1 << 17
 
 
@@ -338,7 +338,7 @@ def test_sending_imports_no_library_of_arrays() -> None:
 
 
 class DeviceBuffer:
-    """A buffer that looks to the pickler like RMM's, which needs a GPU."""
+    """A buffer that looks to the pickler like RMM's. RMM's own buffers need a GPU."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """CUDA tensors on a real GPU: streams, device maps, memory, and PyTorch's parts on top of RPC.
 
-Without a GPU, tests/cpp/device_*_test.cpp test the same rules. Their device runs its streams when the test says so.
+The C++ tests with tests/cpp/support/device_fixture.h test the same rules without a GPU. Their device runs its streams
+when the test says so.
 """
 
 from __future__ import annotations

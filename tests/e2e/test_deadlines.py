@@ -46,7 +46,7 @@ def give_late_answers() -> None:
 
 
 def block(_: torch.Tensor) -> None:
-    # Bounded, since with all threads taken no thread could receive the order to end.
+    # The wait has a limit: if all threads waited, none could receive the order to end.
     opened.wait(10)
 
 

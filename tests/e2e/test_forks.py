@@ -152,7 +152,7 @@ class Squares(Dataset):
 
 
 def load_data() -> list[int]:
-    # Programs have this default. Processes of a fork server, like this one, have "forkserver".
+    # A program's default is "fork". A process of a fork server, like this one, would use "forkserver".
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one core
         loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")

@@ -157,7 +157,7 @@ def test_the_window_bounds_received_large_tensors() -> None:
     assert metric_of("worker1", "window.limit_bytes") == 8 * MIB
     futures = [rpc.rpc_async("worker1", window_in_use, args=(tensor_of(3 * MIB),)) for _ in range(60)]
     assert max(future.wait() for future in futures) <= 8 * MIB
-    # Messages larger than the window pass alone, and small calls pass them.
+    # A message larger than the window arrives alone, and small calls overtake it.
     futures = [rpc.rpc_async("worker1", window_in_use, args=(tensor_of(20 * MIB),)) for _ in range(4)]
     futures += [rpc.rpc_async("worker1", window_in_use) for _ in range(50)]
     assert max(future.wait() for future in futures) <= 21 * MIB

@@ -1,4 +1,4 @@
-"""Calls that handlers make and wait for, deeper than there are threads."""
+"""Calls that handlers make and wait for, nested deeper than there are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that a worker has no room for wait at their senders, and none waits for ever."""
+"""If a worker has no room for calls, they wait at their senders, but not for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UCX replaces TensorPipe: by the function, or by the variable in programs that do not import this package."""
+"""UCX replaces TensorPipe: by a function, or by a variable in programs that do not import this package."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
     assert rref.owner_name() == "worker1"
     assert not rref.is_owner()
     assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
-    # The owner's confirmation is another message than the value, and may arrive later.
+    # The owner confirms in a separate message, which may arrive after the value.
     eventually(rref.confirmed_by_owner, "the owner has confirmed")
     with pytest.raises(RuntimeError, match="localValue"):
         rref.local_value()

@@ -12,7 +12,7 @@ from ._jobs import reference_step
 
 
 class Failing(nn.Module):
-    """A module that raises at a value above 100 in the forward, or below -100 in the backward."""
+    """A module that raises if a value exceeds 100 in the forward, or is below -100 in the backward."""
 
     def __init__(self) -> None:
         super().__init__()

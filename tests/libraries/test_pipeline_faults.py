@@ -76,7 +76,8 @@ def tied_ends() -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), last)
 
 
-# The last stage reaches its first W only after a forward that waits for the first stage's forward.
+# The last stage reaches its first W (gradients of weights) only after a forward that waits for the first stage's
+# forward.
 LATE_WEIGHTS = "0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
@@ -125,7 +126,7 @@ def test_output_of_weights_alone_has_its_gradient_in_two_halves() -> None:
 
 
 class Raising(nn.Module):
-    """A module that raises at a value above 100."""
+    """A module that raises if a value exceeds 100."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def define_only_here() -> None:
 
 
 class GivesWhatStays(nn.Module):
-    """A module that returns an unpicklable value beside its output, at a value above 100."""
+    """A module that also returns an unpicklable value if a value of its input exceeds 100."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch
 from ._jobs import drive_with_deaths, kill
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
-# The names of the page's workers, and those in this job.
+# The names of the page's workers, and their names in this job.
 NAMES = {"stage0": "worker1", "stage1": "worker2", "spare": "worker3", "ckpt": "{folder}"}
 
 

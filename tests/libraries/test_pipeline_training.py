@@ -107,7 +107,7 @@ def test_stages_compute_with_the_threads_of_their_process(backend):
 
 
 class TiedModel(nn.Module):
-    """A model whose embedding weights are also the output's, as in language models, and used in the middle too."""
+    """A model whose embedding weights are also those of the output, as in language models. Its middle uses them too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_skip_over_stages_trains_in_1f1b_and_evaluates():
 
 
 class Counting(nn.Module):
-    """A model with a batch norm and a buffer that count, a write into a part of a tensor, and an unused layer."""
+    """A model with a batch norm, a buffer that counts, a write into a part of a tensor, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def test_leaves_that_differ_between_micro_batches_become_a_list() -> None:
 
 
 class Telling(nn.Module):
-    """A module that also returns its number of rows, and one more tensor at a value above 100."""
+    """A module that also returns its number of rows, and one more tensor if a value exceeds 100."""
 
     def __init__(self) -> None:
         super().__init__()

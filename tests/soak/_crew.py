@@ -290,7 +290,7 @@ class WorkerEnded(RuntimeError):
 
 
 def _serve_store(host_pid: int, report: Connection) -> None:
-    """The Store is on a host that is never cut off. Threads of the Store answer the workers' requests."""
+    """Serve the Store on a host that is never cut off. Threads of the Store answer the workers' requests."""
     move_to_host(host_pid)
     from torch.distributed import TCPStore
 

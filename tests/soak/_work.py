@@ -1,4 +1,4 @@
-"""The kinds of calls, each with the answer that it must have: `Caller` makes them, the functions here answer.
+"""The kinds of calls, each with the answer that it must have: `Caller` makes the calls, and the functions here answer.
 
 A callee first notes that it runs. So the journals always show a call that was answered without running, or that ran
 twice.

@@ -3,7 +3,7 @@
     python -m tests.soak.resuming --minutes 10 --report build/soak/resuming     as root
 
 The workers and calls are those of the general soak, in a group of fixed size or a dynamic one. No worker dies, so no
-call may fail. Only names may fail, and pushes without an epoch, while a group leaves out the workers of a silent host.
+call may fail. Only names, and pushes without an epoch, may fail while a group leaves out the workers of a silent host.
 Each worker also calls each other one all the time, with small calls: the first answer after a repair comes within
 `_SOON_S`.
 """

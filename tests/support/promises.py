@@ -3,8 +3,8 @@
 test_promises.py checks that each test exists, and that this file has each statement of the README's list and each
 sentence of the lists under "Promises".
 
-An entry has a few words of its promise: the page must contain them. A test is the name of a Python test, a suite of
-C++ tests ("TurnsTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), a benchmark
+An entry has a few words of its promise: the page must contain them. A test is the name of a Python test, a suite of C++
+tests ("HeartbeatTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), a benchmark
 ("benchmarks small_calls") or a trial of Soft-RoCE ("verbs killed").
 """
 

@@ -187,6 +187,6 @@ def test_quoted_messages_are_messages_of_the_package() -> None:
     files = [path for path in (ROOT / "torch_ucx_rpc").rglob("*") if path.suffix in {".py", ".cpp", ".h"}]
     # Adjacent literals are joined.
     literals = re.sub(r'"\s*\+?\s*f?"', "", "\n".join(map(read, sorted(files)))) + "\n".join(FOREIGN)
-    # The parts at a … vary. C++ and messages have the names of workers in quotes.
+    # A … stands for a part that varies. C++ and messages have the names of workers in quotes.
     fragments = [fragment.strip(" '();:,") for quote in QUOTES for fragment in quote.split("…")]
     assert [one for one in fragments if len(one) > 3 and one not in literals] == []

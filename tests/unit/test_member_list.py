@@ -1,4 +1,4 @@
-"""The list of a group that workers join and leave stays short. A dead worker is awaited only once."""
+"""A group's list stays short although workers join and leave. A dead worker is awaited only once."""
 
 from __future__ import annotations
 

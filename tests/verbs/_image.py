@@ -30,8 +30,8 @@ _WHEELS = ("numpy", "rich", "pip", "setuptools>=77", "wheel")
 # The kernel needs these modules to find its root.
 _EARLY_MODULES = ("virtio_blk", "virtio_pci", "ext4", "overlay")
 
-# Workarounds for bugs of UCX, each with the first release that does not need it (docs/troubleshooting.md). Debian's UCX
-# has assertions.
+# Workarounds for bugs of UCX, each with the first release that does not need it (docs/troubleshooting.md). Debian
+# builds UCX with assertions, and one of these bugs fails an assertion.
 _WORKAROUNDS = {
     "UCX_UD_ETH_DGID_CHECK=n": (1, 19),
     "UCX_IB_ASYNC_EVENTS=n": (1, 23),

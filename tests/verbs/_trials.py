@@ -17,8 +17,8 @@ _SILENCE_S = (_LIMIT_S, 1.05 * _LIMIT_S + 0.3 + 2)
 # The limit of a shutdown that knows of the lost worker. Without that knowledge it took 30 s.
 _LEAVE_S = 15.0
 
-# The second worker is in its shutdown all the time, and its clock begins before the misfortune. It runs the handler of
-# the open call for a minute, which delays nothing.
+# The second worker is in its shutdown all the time, and its time counts from before the misfortune. It runs the handler
+# of the open call for a minute, which delays nothing.
 _OTHER_LEAVES_S = 30.0
 
 _BELOW_S = 4.0
@@ -70,7 +70,7 @@ def calls_with_a_secret(machines: Machines) -> str:
 
 @_trial
 def calls_without_tcp(machines: Machines) -> str:
-    """The same traffic over reliable connections only, by UCX_TLS. UCX warns of no default of this package."""
+    """The same traffic over reliable connections only, by UCX_TLS. UCX does not warn of this package's defaults."""
     return _calls(machines, _RC, UCX_TLS="rc,self", LARGE_MIB="16", FLOOD_MIB="20")
 
 
