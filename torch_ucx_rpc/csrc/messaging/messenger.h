@@ -94,7 +94,6 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // counts as a refused frame.
   Error checkContent(const IncomingMessage& message);
 
-  // Driving.
   bool lead() override; // the executor's threads call it
   // For operations under the worker lock, for threads that drive while they wait, and to wake those threads.
   Progress& progress() {

@@ -72,8 +72,8 @@ class Outbox {
   void close();
 
   // The number of messages that were given to send() and have neither been sent nor failed. Messages to peers that are
-  // gone, or that have not admitted this worker, do not count. Without an endpoint, only held messages count, and kept
-  // ones while the connection resumes.
+  // gone, or that have not admitted this worker, do not count. Without an endpoint, only held messages count. While the
+  // connection resumes, kept messages count too.
   size_t underWay() const;
 
  private:

@@ -145,7 +145,7 @@ class Receiver : private ReceivingParts {
   void settle(Announcement& announcement, uint64_t bytes = 0);
   // Gives up the parts that have not begun.
   void giveUp(Entry receiving, const Error& why);
-  // Does so for each message from a peer that has such parts and for which `isOver` is true.
+  // Calls giveUp() for each message from a peer that has such parts and for which `isOver` is true.
   template <typename IsOver>
   void giveUpWhere(Connection& connection, const Error& why, const IsOver& isOver);
   // Adds the event of a message, and forgets it, if all its parts are done.

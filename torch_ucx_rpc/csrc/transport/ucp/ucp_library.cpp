@@ -150,7 +150,7 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
       // even on one host.
       {"MM_ERROR_HANDLING", "y", {"posix", "sysv", "xpmem"}},
       // The number of buffers that a worker makes at a time for each kind of shared memory. UCX's default is 512
-      // buffers of 8 KiB. It writes to each of them, though its queue has only 256 slots. That takes twice as much
+      // buffers of 8 KiB. UCX writes to each of them, though its queue has only 256 slots. That takes twice as much
       // memory, and a tenth of the time of init_rpc.
       {"MM_RX_BUFS_GROW", "288", {"posix", "sysv", "xpmem"}},
       {"NET_DEVICES", networkDevices.c_str(), {}},
