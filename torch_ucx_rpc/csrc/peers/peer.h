@@ -112,7 +112,7 @@ class Peer {
   std::atomic<uint64_t> callsReceived{0};
   std::atomic<int64_t> requestsOpen{0}; // received from it and not answered yet
   LatencyHistogram latencies; // of calls sent that did not fail
-  // Bytes of open requests that were sent to it eagerly. EagerCredit takes from them without the worker lock.
+  // Bytes of open requests that were sent to it eagerly. EagerCredit counts them without the worker lock.
   std::atomic<uint64_t> eagerBytesOpen{0};
 
   // Set by the group and the monitor; read by any thread.

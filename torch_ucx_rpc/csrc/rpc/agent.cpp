@@ -129,7 +129,7 @@ void UcxRpcAgent::shutdownImpl() {
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
     const WorkerInfo& to, c10::intrusive_ptr<Message> message, float rpcTimeoutSeconds, const DeviceMap& deviceMap) {
   checkProcess();
-  TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() is for requests; this message is of type ", message->type());
+  TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() takes requests only; got a message of type ", message->type());
   if (!rpcAgentRunning_.load() || lifetime_.isClosed()) {
     throw RpcFailure(
         RpcFailure::Kind::kShutDown,

@@ -33,7 +33,7 @@ namespace torch_ucx_rpc {
 // A value is identified by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
 // earlier epoch are dropped, and their senders learn that. Values of a later epoch wait.
 //
-// Bounds on values that are not taken:
+// Bounds on values that are not taken. One value alone may exceed any of them:
 // - Small tensors travel in the body of the put. A sender may have kOpenBodyBytes of untaken bodies at a receiver, and
 //   put() blocks beyond that. A receiver reports after each quarter of kOpenBodyBytes that it has taken.
 // - Large tensors wait at their sender. They are received when the value is expected, or while all values that are here

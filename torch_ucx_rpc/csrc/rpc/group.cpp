@@ -148,7 +148,7 @@ void Group::onPeerGone(Peer& peer) {
       try {
         membership_.onLost(peer.member().session);
       } catch (const std::exception& error) {
-        warn("the list of members still has " + peer.describe() + ": " + error.what());
+        warn("could not take " + peer.describe() + " off the list of members: " + error.what());
       }
     });
   }

@@ -179,7 +179,7 @@ void PeerMonitor::onLifelineCutWithWorkerLock(Peer& peer) {
     messenger_.addFailureWithWorkerLock(
         peer,
         {ErrorCode::kPeerFailed,
-         "its process has ended: the connection to it has failed, and its host refuses others"});
+         "its process has ended: the connection to it has failed, and its host refuses new ones"});
     return;
   }
   heartbeat_.doubt(peer, timer_.now());
