@@ -27,12 +27,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "the better of TensorPipe's two configurations": ("test_ratio_is_to_tensorpipes_better_configuration",),
         "see [the figures]": ("test_the_tables_of_the_docs_match_the_results",),
         # Dependable
-        "A receive window bounds memory": (
+        "A receive window bounds the memory": (
             "test_a_flood_is_answered_exactly_in_bounded_memory",
             "test_calls_that_time_out_leave_nothing_behind",
         ),
-        "A killed worker is noticed": ("test_calls_to_a_killed_process_fail_within_a_second",),
-        "The others go on serving": ("test_survivors_serve_in_shutdown_until_all_living_have_come",),
+        "The others notice a killed worker": ("test_calls_to_a_killed_process_fail_within_a_second",),
+        "They go on serving": ("test_survivors_serve_in_shutdown_until_all_living_have_come",),
         "A cut of the network": ("test_a_cut_longer_than_heartbeat_limit_loses_no_call",),
         "Calls may be nested deeper": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
         "join and leave": (
