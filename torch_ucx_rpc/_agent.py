@@ -77,7 +77,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         # end.
         self.endpoints = contextlib.ExitStack()
         self.lifeline: Lifeline | None = None
-        # Called when this worker is about to leave a group without a size, while it still has RPC.
+        # Called when this worker begins a graceful shutdown, while it still has RPC.
         self.before_leaving: list[Callable[[], None]] = []
         self._options = options
         self._owner = os.getpid()
@@ -112,7 +112,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()
-        # Values of this worker must move elsewhere, so wait until requests for them are answered.
+        # The libraries leave their groups now, while this worker still answers requests.
         for callback in self.before_leaving:
             callback()
         if self.group is not None and not self.group.is_static:
@@ -169,7 +169,7 @@ def _shut_down_at_exit() -> None:
 def _end_handlers() -> None:
     """Raise SystemExit in the handlers that still run, and wait for their threads to end.
 
-    Once the interpreter is being finalized, it ends a thread that comes back from a wait by unwinding its C++ frames,
+    During finalization, the interpreter ends each thread that returns from a wait. It unwinds the thread's C++ frames,
     which aborts the process. A handler that stays in C code for longer ends with the process.
     """
     deadline = time.monotonic() + _HANDLERS_END_S

@@ -1,4 +1,4 @@
-"""Checks of arguments: an error names the argument, what it must be, and what came.
+"""Checks of arguments: an error names the argument, the expected value and the given value.
 
 Each check takes the argument's name first and its value last.
 """

@@ -62,8 +62,9 @@ _TAKEN_SIGNALS = {
 _SIGACTION_BYTES = 256
 
 # UCX overwrites the first bytes of these functions of the C library while it is loaded, to learn of memory that is
-# released. It locks one after the other and waits each time for threads in the middle of those bytes: since UCX 1.21
-# for 50 ms, before for 5 ms (openucx/ucx#11112). That is 0.40 s of the 0.41 s that loading takes.
+# released. It locks one function after the other, and waits each time for threads in the middle of those bytes. The
+# wait is 50 ms since UCX 1.21, and was 5 ms before (openucx/ucx#11112). That is 0.40 s of the 0.41 s that loading
+# takes.
 _PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", "madvise")
 # UCX overwrites fewer bytes of each function.
 _PATCHED_BYTES = 64

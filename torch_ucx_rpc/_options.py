@@ -217,15 +217,15 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             allocator. "rmm" is RMM's memory resource for the device: the user's, or a pool if there is none.
         device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
             all that the device has).
-        stream_priority (int): priority of the CUDA streams on which handlers run and received tensors are copied, as
-            for ``torch.cuda.Stream``: between -3, the most urgent, and 0, the least (default: 0). A device that has
-            fewer priorities takes its nearest. Callbacks of futures run on torch's own streams, of priority 0.
+        stream_priority (int): priority of the CUDA streams on which handlers run and received tensors are copied
+            (default: 0). As for ``torch.cuda.Stream``, -3 is the most urgent, and 0 the least. A device that has fewer
+            priorities takes its nearest. Callbacks of futures run on torch's own streams, of priority 0.
         prometheus_port (int | None): port for Prometheus, to which each worker adds its rank (default: None, no port).
             0 is any free port, which ``statistics().prometheus_port`` shows. Workers answer over HTTP, without
             encryption, on all interfaces. This needs the package prometheus_client.
         waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
-            message; "poll" keeps a core busy; "auto" spins for up to 0.8 ms before it sleeps, as long as the last waits
-            were that short and each worker of the job on this machine has a core.
+            message. "poll" keeps a core busy. "auto" spins for up to 0.8 ms before it sleeps. It does so only while the
+            last waits were that short, and each worker of the job on this machine has a core.
         secret_file (str or Path): file with the secret that all workers of the job share (default: the secret that
             TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET gives). Workers refuse frames that are not sealed with it.
             Without a secret, any program that reaches the workers' Store can run code in them. ``init_rpc`` reads the

@@ -79,7 +79,7 @@ def init_rpc(
     site_settings.raise_limit_of_files()
     site_settings.check(world_size)
     secret = _load_secret(options)
-    # torch's Store looks up names as soon as it has a client, so spare it that first.
+    # torch's Store looks up names as soon as it has a client, so turn these lookups off first.
     _C.spare_name_lookups()
     store = open_store(options.init_method, rank, world_size, _init_timeout(options))
     if world_size is None:
@@ -221,7 +221,7 @@ def _make_agent(
         agent.lifeline = open_lifeline(store)
         if agent.lifeline is not None:
             agent.endpoints.callback(agent.lifeline.close)
-        # Open them before other workers hear of this one: a port in use must not make those wait.
+        # Open them before other workers hear of this one: a port in use must not make others wait.
         _open_endpoints(agent, options)
     return agent
 

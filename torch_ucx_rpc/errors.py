@@ -147,8 +147,8 @@ class ForkedProcess(RpcError):
 class JoinFailed(RpcError):
     """``init_rpc`` has failed, and can be called again.
 
-    The workers do not fit together (a rank, a name, the world size, a version, a secret), there is no Store where they
-    could meet, or this process does not allow RPC: its settings of UCX, its limits, a port in use.
+    Either the workers do not fit together: a rank, a name, the world size, a version, or a secret. Or there is no Store
+    where they could meet. Or this process does not allow RPC: its settings of UCX, its limits, or a port in use.
     """
 
 
@@ -164,9 +164,9 @@ class JoinTimedOut(JoinFailed, TimeoutError):
     missing: tuple[int, ...] | None = None
 
 
-# The kinds of errors in C++, and the exceptions that they become; Python raises the others itself. The comments
-# name the sentences in csrc, and the attributes that come with them besides name, rank and host of the worker that the
-# sentence is about.
+# The kinds of errors in C++, and the exceptions that they become; Python raises the others itself. The comments name
+# the sentences in csrc, and the attributes that come with them. Further attributes are name, rank and host of the
+# worker that the sentence is about.
 KINDS: dict[str, type[RpcError]] = {
     # "lost worker ...: it has died or cannot be reached any more (<cause>)"; cause
     "worker_lost": WorkerLost,

@@ -157,8 +157,8 @@ def _read_packed(store: Store, own: Record, secret: Secret | None, verdict: Entr
         packed = _read_parts(store, verdict.values["by"], size)
     if _digest(packed) != digest:
         raise JoinFailed(
-            f"{own} found something in the Store that rank 0 did not write: give the job a Store, that is an address "
-            f"and port or a file, of its own."
+            f"{own} found something in the Store that rank 0 did not write: give the job its own Store, an address and "
+            f"port or a file."
         )
     return packed
 
@@ -382,8 +382,8 @@ def _check_record(entry: Entry, own: Record) -> Record:
         return Record.from_values(values)
     except ValueError as error:
         raise JoinFailed(
-            f"{own} found something in the Store that no worker wrote, or {who} did ({error}): give the job a Store, "
-            f"that is an address and port or a file, of its own."
+            f"{own} found something in the Store that no worker wrote, or {who} did ({error}): give the job its own "
+            f"Store, an address and port or a file."
         ) from error
 
 

@@ -61,7 +61,7 @@ class Record(NamedTuple):
         try:
             # A process that has ended stays in the table, as a zombie, until its parent asks for its exit code.
             return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
-        except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError if it ends during the look
+        except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError if the process ends during the look
             return True
 
     def to_values(self) -> dict[str, Any]:

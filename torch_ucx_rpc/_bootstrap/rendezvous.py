@@ -287,8 +287,8 @@ def _create_tcp_store(
             )
         elif is_server:
             problem = (
-                f"rank 0 runs on {socket.gethostname()} and has no Store at {address}: that must be an address of this "
-                f"host. ({error})"
+                f"rank 0 runs on {socket.gethostname()} and cannot open a Store at {address}: this must be an address "
+                f"of its host. ({error})"
             )
         else:
             problem = (

@@ -192,7 +192,7 @@ class JobAgent(LocalElasticAgent):
         except _StoreLost:
             if self._result is None:
                 raise
-            # The machine with the Store leaves when all are done.
+            # The machine with the Store leaves only when all machines are done.
             return self._result
         if self._result is None:
             if self._is_one_ending():
@@ -218,7 +218,7 @@ class JobAgent(LocalElasticAgent):
         try:
             done: int = worker_group.store.add(_DONE.format(attempt=self._attempt), 0)
         except DistError:
-            # The machine with the Store leaves when all are done.
+            # The machine with the Store leaves only when all machines are done.
             return True
         size: int = worker_group.group_world_size
         return done == size

@@ -78,8 +78,8 @@ class Stream:
 class WorkerOutput:
     """Reads the output of workers from named pipes, on a thread of its own, from ``start()`` to ``finish()``.
 
-    Pipes rather than files: the output of a long job is kept only if the user asks for it, and a worker cannot write
-    faster than its output is read.
+    Pipes, unlike files, do not keep the output of a long job if the user does not ask for it. A worker cannot write
+    faster than this thread reads.
 
     Args:
         directory: folder for files of every worker's stdout and stderr; None to write to this process's own stdout and
@@ -139,7 +139,7 @@ class WorkerOutput:
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Wait until what the workers have written by now has been read."""
+        """Wait until the thread has read all output that the workers have written by now."""
         self._ring()
         with self._answers:
             self._answers.wait_for(lambda: self._answered == self._rung, _CATCHING_UP_S)

@@ -28,7 +28,7 @@ class Signals:
 
     def for_workers(self, number: signal.Signals) -> signal.Signals:
         """Return the signal of this machine that matches ``number`` on another one."""
-        # Workers ignore what this process ignores.
+        # Workers ignore the signals that this process ignores.
         return number if number in self._heeded else signal.SIGTERM
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The section of ``info`` about UCX: the loaded one, its transports here, and its complaints."""
+"""The section of ``info`` about UCX: the loaded UCX, its transports here, and its complaints."""
 
 from __future__ import annotations
 

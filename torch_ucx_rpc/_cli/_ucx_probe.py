@@ -51,7 +51,7 @@ def resources(ucp: ctypes.CDLL, version: tuple[int, ...]) -> list[str] | None:
     stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
     ucp.ucp_context_print_info(context, stream)
     libc.fclose(stream)
-    # Creating a worker has UCX read all of its variables, and it then warns of those that it does not know.
+    # Create a worker: then UCX reads all of its variables, and warns of unknown ones.
     worker = ctypes.c_void_p()
     if ucp.ucp_worker_create(context, (ctypes.c_uint64 * 64)(), ctypes.byref(worker)) == 0:
         ucp.ucp_worker_destroy(worker)

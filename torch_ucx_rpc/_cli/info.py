@@ -22,7 +22,7 @@ from torch_ucx_rpc._cli._machine_facts import add_machine
 from torch_ucx_rpc._cli._report import Report, version_of
 from torch_ucx_rpc._cli._ucx_facts import add_ucx
 
-# Packages that this one can use, and for what.
+# Optional packages, and the features that need them.
 _OPTIONAL = {
     "rich": "check, top",
     "prometheus_client": "the option prometheus_port",

@@ -32,7 +32,7 @@ _ROLE = re.compile(r"[A-Za-z0-9_:-]{1,100}")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """End with the exit code: 0, that of the first worker that failed, 128 plus the number of a signal, or 6."""
+    """Run the job, and end this process with its exit code: `_torch_ucx_rpc_cli` explains the codes."""
     program = _program(arguments)
     roles = dict(arguments.roles)
     if isinstance(arguments.nproc, str):

@@ -174,7 +174,7 @@ def _table(layout: Layout, shown: list[str], rows: Rows, width: int) -> Table:
     )
     for column in shown:
         if column in layout.texts:
-            # Errors of workers stand here too, and may be long.
+            # These columns also show errors of workers, which may be long.
             table.add_column(column, no_wrap=True, max_width=max(12, width // 5))
         else:
             table.add_column(column, justify="right", no_wrap=True)

@@ -1,7 +1,7 @@
 """CUDA's contexts on the devices that this worker names for RPC, made before UCX starts.
 
-UCX also starts without a context. But then it does not learn which device its CUDA transports belong to ("set cuda
-sys_device to unknown as no context is currently active"), and chooses protocols without that knowledge.
+UCX also starts without a context. But then it does not learn which device its CUDA transports belong to, and chooses
+protocols without that knowledge. Its log says "set cuda sys_device to unknown as no context is currently active".
 """
 
 from __future__ import annotations

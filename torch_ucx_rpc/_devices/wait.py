@@ -26,7 +26,8 @@ def wait(future: torch.futures.Future[T], *, blocking: bool = False) -> T:
 
     Returns the future's value.
 
-    Raises the future's exception; RuntimeError if one of the devices has failed; TypeError for anything but one future.
+    Raises the future's exception. Raises RuntimeError if one of the devices has failed, and TypeError for anything but
+    one future.
 
     Example::
 

@@ -1,8 +1,8 @@
 """The variables of launchers: pure functions that find rank, world size and meeting place in an environment.
 
 These are the launchers and the variables that identify them, in the order in which they are tried. If the variables of
-several are set, the earlier launcher counts. It runs inside the later one, as torchrun or mpirun does in a job of
-Slurm, or the user has set its variables::
+several launchers are set, the earlier launcher counts. It runs inside the later one, as torchrun or mpirun does in a
+job of Slurm, or the user has set its variables::
 
     torchrun, `python -m torch_ucx_rpc run`, by hand   RANK and WORLD_SIZE
     Open MPI's mpirun                                   OMPI_COMM_WORLD_RANK

@@ -34,8 +34,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
     Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI uses that
     UCX instead of an older one of its own. ``_native`` refuses the reverse order at import.
 
-    Raises JoinFailed if mpi4py belongs to another MPI than mpirun, or MPI cannot start; JoinTimedOut if the other
-    workers have not come within ``timeout`` seconds (0: no limit).
+    Raises JoinFailed if mpi4py belongs to another MPI than mpirun, or if MPI cannot start. Raises JoinTimedOut if the
+    other workers have not come within ``timeout`` seconds (0: no limit).
     """
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")

@@ -61,9 +61,9 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
 
     Raises ValueError for any other schema, a function with other parameters, or an operator that exists. Raises
     ImportError without numba. A call raises TypeError for tensors that the function does not compile for. A call raises
-    RuntimeError if the function raises (``raise ValueError("shapes differ")``), for tensors that require grad outside
-    ``torch.no_grad()``, and for written tensors that partly overlap with others. From another worker all of these
-    errors arrive as RuntimeError.
+    RuntimeError if the function raises (``raise ValueError("shapes differ")``). It raises RuntimeError also for tensors
+    that require grad outside ``torch.no_grad()``, and for written tensors that partly overlap with others. From another
+    worker all of these errors arrive as RuntimeError.
     """
     check_str("schema", schema)
     try:

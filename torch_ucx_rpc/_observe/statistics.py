@@ -2,8 +2,8 @@
 
 The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` say what each count means. Their metadata has the
 meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from
-it. The values come from the table of counts in C++ (``csrc/rpc/reports.cpp``), under the same names. Counts of services
-come from ``torch_ucx_rpc.services``. So a new count needs a row in the table and a field in this module.
+the metadata. The values come from the table of counts in C++ (``csrc/rpc/reports.cpp``), under the same names. Counts
+of services come from ``torch_ucx_rpc.services``. So a new count needs a row in the table and a field in this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_ucx_rpc._arguments import check_number, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc.errors import NotRunning
 
-# The ends of the buckets of latencies. One more bucket has longer calls.
+# The ends of the buckets of latencies. One more bucket counts longer calls.
 BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
 
 

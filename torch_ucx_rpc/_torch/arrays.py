@@ -23,7 +23,7 @@ from torch_ucx_rpc._torch import subclasses
 if TYPE_CHECKING:
     import numpy as np
 
-# Smaller arrays are pickled. A small pickle rides in the body of its message (csrc/tensors/tensor_encoder.cpp), and
+# Smaller arrays are pickled. A small pickle travels in the body of its message (csrc/tensors/tensor_encoder.cpp), and
 # copying it costs less than making a tensor and an array again. Measured, the two cost the same at this size.
 _LEAST_BYTES = 64 * 1024
 # Old versions of NumPy allow 32 dimensions, and the tensor has one more than the array.

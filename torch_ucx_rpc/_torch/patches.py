@@ -145,10 +145,10 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         if not agent.is_static_group:
             # A worker leaves a group without a size by itself, without a barrier.
             return
-        # Our barrier waits for the living, names workers that do not come, and Ctrl-C ends it.
+        # The agent's barrier waits for the living workers, and names those that do not come. Ctrl-C ends it.
         came = agent._barrier(timeout)
-        # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. It waits for
-        # every worker that ever was, so skip it when one has left or died before.
+        # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. torch's
+        # barrier waits for every worker that ever came, so skip it when one has left or died before.
         if came == len(api._ALL_WORKER_NAMES) <= _MOST_GATHERED:
             shutdown.wait_all_workers(timeout or get_rpc_timeout())
         return

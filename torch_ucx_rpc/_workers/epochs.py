@@ -98,8 +98,8 @@ class Epochs:
         self._support: dict[Member, float] = {}
         self._joining: set[Member] = set()
         self._leaving: set[Member] = set()
-        # Outside the group: all other living workers, and the names of the other workers outside; the number with
-        # which this one would found the group, and since when; the worker for whose founding this one waits.
+        # Outside the group: all other living workers, and the names of those that are outside too. Then the number with
+        # which this worker would found the group, and since when. Then the worker for whose founding this one waits.
         self._others: tuple[Member, ...] = ()
         self._free: set[str] = set()
         self._founds = 0
@@ -128,7 +128,7 @@ class Epochs:
         elif not self.not_free():
             number = (self._highest // _STRIDE + 1) * _STRIDE if self._highest else 2
             if others and not self._founds:
-                # Found under a new membership: no member can admit that one without this worker's knowledge.
+                # Found under a new membership: no member can admit that membership without this worker's knowledge.
                 self._renew(now)
                 self._founds, self._founding_since = number, now
                 return
@@ -190,7 +190,7 @@ class Epochs:
                 self._counted.setdefault(one, now)
 
     def is_current(self, now: float) -> bool:
-        """Tell whether `epoch` is in force now, so that no other one of this group is, on any worker."""
+        """Tell whether `epoch` is in force now. Then no other epoch of this group is in force on any worker."""
         if not self._is_in:
             return False
         if self._accepted is not None and not self._leads:

@@ -136,7 +136,7 @@ class Channel:
         self._post(source, tag, _tensors(into, "into")).wait(timeout)
 
     def post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None = None) -> Posted:
-        """Announce that a value is expected, before it comes. It then travels while this worker does other work.
+        """Announce that a value is expected, before it comes. The value then travels while this worker does other work.
 
         Args:
             source (str): name of the sender.
@@ -144,7 +144,7 @@ class Channel:
             into (Tensor, list or None): tensors that receive the value, of its shapes and dtypes (default: None, memory
                 of its own). A large value goes into them without a copy if they are contiguous and on the CPU.
 
-        After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they still may.
+        After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they may still change.
 
         One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
         """
@@ -179,7 +179,7 @@ slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else r
 
 
 def advance_all(prefix: str, epoch: int) -> None:
-    """Drop the values of earlier epochs of all groups with names that begin so, and end waits for them.
+    """Drop the values of earlier epochs of all groups whose names begin with ``prefix``, and end waits for them.
 
     This also holds for groups of which this process learns later.
     """

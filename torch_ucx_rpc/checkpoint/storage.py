@@ -1,7 +1,7 @@
 """DCP's files, safe against an end in the middle of a save.
 
-The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place
-in one rename. So the folder holds the whole earlier checkpoint until the rename, and the new one after it.
+The files of a save have names that no other save uses. The metadata say which files count, and take their place in one
+rename. So the folder holds the whole earlier checkpoint until the rename, and the new one after it.
 
 A save removes the files of all others, so processes take turns in a folder, with `turn_in`.
 """

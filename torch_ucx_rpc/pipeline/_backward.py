@@ -1,7 +1,7 @@
 """The backward of one micro-batch through one stage: whole, or as gradient of the inputs now and of the weights later.
 
-The result equals autograd's for the undivided model bit for bit: gradients of a value that several stages use are
-summed in the order in which autograd would reach them, last stage first.
+The result equals autograd's for the undivided model bit for bit. To that end, gradients of a value that several stages
+use are summed in autograd's order, last stage first.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Crew:
     # ----------------------------------------------------------------------------------------------------- orders
 
     def later(self, name: str, *arguments: Any) -> None:
-        """Have all carry out an order before the next one. It replaces an order of the same name."""
+        """Have all workers carry out an order before the next one. It replaces an order of the same name."""
         self._quiet[name] = arguments
 
     def forget(self, call: int) -> None:
@@ -179,16 +179,16 @@ class Crew:
         self._forgotten.append(call)
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Give an order to all without waiting for it: the next order that waits raises its failure."""
+        """Give an order to all workers without waiting for it: the next order that waits raises its failure."""
         self._send(name, [arguments] * len(self.places), is_answered=False)
 
     def do(self, name: str, *arguments: Any) -> list[Any]:
-        """Give an order to all and wait until they have carried it out. Returns their results. Raises StageError,
-        StageLostError, PipelineError; also for orders that have been given without waiting."""
+        """Give an order to all workers, wait until they have carried it out, and return their results. Raises
+        StageError, StageLostError or PipelineError, also for earlier orders without waiting."""
         return self.each(name, [arguments] * len(self.places))
 
     def each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Do `do` with separate arguments for each worker."""
+        """Do the same as `do`, with separate arguments for each worker."""
         tag = self._send(name, arguments, is_answered=True)
         epoch = self.present
         results = self._gather(tag)
@@ -201,7 +201,7 @@ class Crew:
         raise self._error_of(epoch)
 
     def _send(self, name: str, arguments: Sequence[tuple[Any, ...]], *, is_answered: bool) -> str:
-        """Return the tag of the results. Raises what pickle raises, before anything has been sent."""
+        """Return the tag of the results. Raises pickle's errors, before it sends anything."""
         self.check()
         forgotten, self._forgotten = self._forgotten, []
         if forgotten:
@@ -244,7 +244,7 @@ class Crew:
                     raise
 
     def _gather(self, tag: str) -> dict[int, Any]:
-        """Return what all workers send under a tag, by row; fewer if the epoch ends."""
+        """Return the values that all workers send under a tag, by row; fewer if the epoch ends."""
         epoch, watch = self.present, _Watch(self.places, self._step_timeout)
         found: dict[int, Any] = {}
         while epoch.cut is None:
@@ -370,7 +370,7 @@ class _Watch:
     def look(self, rows: Sequence[int], epoch: _Epoch) -> None:
         """Give up workers that are silent, or busy for too long, in ``epoch``. The others get the last cut."""
         now = time.monotonic()
-        # The limit on the time passed is for this process, which may itself have been stopped.
+        # Limit the time that counts as passed: this process may itself have been stopped.
         passed, self._looked = min(now - self._looked, 2 * _SLICE_S), now
         busy = []
         for row in rows:

@@ -245,8 +245,8 @@ class DistributedPipeline:
     def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> PipelineOptimizer:
         """Make an optimizer of class ``cls`` on each worker for its parameters, behind one that looks like torch's.
 
-        ``params`` takes what torch's optimizers take, made of `parameters` or `named_parameters`; all by default.
-        Learning-rate schedulers work on the result as on any optimizer.
+        ``params`` has the same form as for torch's optimizers, made of `parameters` or `named_parameters` (default: all
+        parameters). Learning-rate schedulers work on the result as on any optimizer.
         """
         params = self.parameters() if params is None else params
         return PipelineOptimizer(self._recovery, cls, params, options)
@@ -311,7 +311,7 @@ class DistributedPipeline:
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; it may come from the undivided model. Raises KeyError, which lists the
+        """Load the result of `state_dict`, of this pipeline or of the undivided model. Raises KeyError, which lists the
         missing names."""
         missing = sorted(self._recovery.gather("state", "model").keys() - state_dict.keys())
         if missing:

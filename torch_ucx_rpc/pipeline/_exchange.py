@@ -23,11 +23,11 @@ __all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode",
 
 _CPU = torch.device("cpu")
 
-# Seconds that a sender without room waits before it looks whether its order has been called off.
+# Seconds that a sender without room waits before it checks whether the driver has called off its order.
 _SLICE_S = 0.25
 
-# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage that
-# it comes from, number of the tie.
+# A slot: kind, target stage, micro-batch, source stage, and number of the tie. The kinds are "F", "B", "T" for tied
+# gradients, and "V" for tied values.
 Slot = tuple[str, int, int, int, int]
 
 
@@ -96,7 +96,7 @@ class Box:
 class Exchange:
     """The values between the stages of a host and others. It belongs to the host's thread, except ``is_waiting``.
 
-    ``is_called_off`` tells whether the order that runs has been called off.
+    ``is_called_off`` tells whether the driver has called off the running order.
     """
 
     def __init__(

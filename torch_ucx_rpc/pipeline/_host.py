@@ -66,7 +66,7 @@ class Host:
         self._made: Future[None] = Future()
 
     def start(self) -> None:
-        """Start the thread. Raises the error with which making the stages fails."""
+        """Start the thread. Raises the stages' error if they cannot be made."""
         threading.Thread(target=self._work, name=f"pipeline {self._config.host}", daemon=True).start()
         self._made.result()
 
@@ -101,7 +101,7 @@ class Host:
     # -------------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        # A new thread adopts the number that torch.set_num_threads has set once it asks for the number.
+        # A new thread adopts the number of torch.set_num_threads only when it asks for the number.
         torch.get_num_threads()
         try:
             # Making the stages computes too, so this thread does it: another one would have an OpenMP team of its own.

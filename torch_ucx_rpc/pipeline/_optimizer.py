@@ -105,7 +105,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self.load_groups(state_dict["param_groups"])
         self._recovery.do(self._crew.do, "set_state", state_dict, "optimizer", self._number)
 

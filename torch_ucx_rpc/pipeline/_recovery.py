@@ -1,8 +1,9 @@
-"""Recovery from a lost worker: a spare takes its place, the last checkpoint is loaded, and later orders are repeated.
+"""Recovery from a lost worker: the driver puts a spare in its place, loads the last checkpoint, and repeats later
+orders.
 
-With spares the driver keeps a journal of its orders since the last save, batches included. After the load the journal
-is played back, so a loop that only sees ``step`` and ``optimizer.step`` notices only a delay: all losses are those of
-an undisturbed run.
+With spares the driver keeps a journal of its orders since the last save, batches included. After the load the driver
+repeats the journal. So a loop that only sees ``step`` and ``optimizer.step`` notices only a delay: all losses are those
+of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ P = ParamSpec("P")
 
 
 # A line of the journal: a method of the crew that gives an order, and arguments with copies of their tensors. None
-# stands for gradients of ``pipe(x).backward()``. Nothing after it is written down, since nothing repeats it.
+# stands for gradients of ``pipe(x).backward()``. The journal stops there, since no recovery can go further.
 _Entry = tuple[Callable[..., Any], tuple[Any, ...]] | None
 
 

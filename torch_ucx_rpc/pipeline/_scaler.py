@@ -80,7 +80,7 @@ class GradScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of an optimizer's parameters by the scale now. Its next step does not divide them again.
 
-        Raises RuntimeError if it has been called since the optimizer's last step.
+        Raises RuntimeError for a second call since the optimizer's last step.
         """
         if not hasattr(optimizer, "divide_gradients"):
             raise wrong_type("optimizer", "a PipelineOptimizer, of DistributedPipeline.optimizer()", optimizer)
@@ -110,7 +110,7 @@ class GradScaler:
         return {"scale": self._scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from the result of `state_dict`."""
         expected = "a dict that state_dict() returned"
         check_type("state_dict", Mapping, expected, state_dict)
         if not {"scale", "good_steps"} <= state_dict.keys():

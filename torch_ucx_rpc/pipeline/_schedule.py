@@ -150,12 +150,12 @@ def _one_way(worker_of: Sequence[int], workers: int, kind: str, numbers: Iterabl
 
 
 def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: bool) -> Sequence[Row]:
-    """Several stages a worker: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; with one stage a worker 1F1B,
-    https://arxiv.org/abs/1806.03377 (PipeDream-Flush).
+    """Interleave several stages on each worker: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473. With one stage
+    on each worker this is 1F1B, https://arxiv.org/abs/1806.03377 (PipeDream-Flush).
 
     With ``zero_bubble`` the weights' half of the backward fills time that would be idle: ZB1P of Qi et al. 2023,
-    https://arxiv.org/abs/2401.10241. Torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble make the same
-    rows, but want two stages for each worker at least; here one is enough.
+    https://arxiv.org/abs/2401.10241. torch's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble make the same
+    rows, but need at least two stages for each worker. Here one is enough.
     """
     if stages % workers:
         raise ScheduleError(

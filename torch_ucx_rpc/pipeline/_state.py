@@ -64,7 +64,7 @@ class _Optimizer:
         saved = state.get("state", {})
         by_place = {place: saved[names[id(one)]] for place, one in enumerate(parameters) if names[id(one)] in saved}
         groups = self._optimizer.state_dict()["param_groups"]
-        # Torch's own load puts each tensor on the device and in the type that the optimizer wants.
+        # torch's own load puts each tensor on the device and in the type that the optimizer wants.
         self._optimizer.load_state_dict({"state": by_place, "param_groups": groups})
 
 

@@ -156,7 +156,7 @@ class _FlatTracer(fx.Tracer):
 
 
 def _flat_module(stage: nn.Module) -> fx.GraphModule:
-    """Make the stage one graph of operators. Torch nests interpreters, one for each module, which cannot be pickled and
+    """Make the stage one graph of operators. torch nests interpreters, one for each module. They cannot be pickled, and
     are slower."""
     flat = fx.GraphModule(stage, _FlatTracer().trace(stage), "Stage")
     flat.meta = {}

@@ -26,8 +26,8 @@ from torch_ucx_rpc.reduction._messages import NEVER, Kept, Opening, Spec
 
 _logger = logging.getLogger(__name__)
 
-# Elements that are added at a time: few enough to stay in a core's cache until they are divided, and no more than torch
-# adds on one thread (at::internal::GRAIN_SIZE).
+# Elements that are added at a time. They are few enough to stay in a core's cache until they are divided. And they are
+# no more than torch adds on one thread (at::internal::GRAIN_SIZE).
 _STEP = 32_768
 
 

@@ -45,7 +45,8 @@ class Standing:
         self.is_late = False
 
     def lose(self, is_late: bool) -> None:
-        """Give up the state for another trainer's later one; ``is_late`` in the middle of a step."""
+        """Give up the state for another trainer's later one. ``is_late`` tells whether this is in the middle of a
+        step."""
         former = self.step, self.committed
         self.begin(NEVER, NEVER)
         self.former, self.is_late = former, is_late
@@ -139,8 +140,8 @@ class Ledger:
         self._decide()
 
     def refuse(self, number: int, name: str, reason: str) -> None:
-        """Refuse the step of a generation, which a host cannot make: the gradients of one trainer do not fit, or the
-        host cannot sum any (``name`` is "")."""
+        """Refuse the step of a generation, which a host cannot make. Either the gradients of one trainer do not fit, or
+        the host cannot sum any (``name`` is "")."""
         opening = self._opening
         if opening is not None and number == opening.generation:
             self._open(opening.contributors, opening.recipients, opening.donors, (name, reason))

@@ -349,7 +349,7 @@ class Office:
     # -- decisions
 
     def receive(self, opening: Opening) -> None:
-        """Take an opening. It waits if its epoch is later, until this worker enters that."""
+        """Take an opening. The opening of a later epoch waits until this worker enters that epoch."""
         self._at(opening.epoch, False, lambda: self._take(opening))
 
     def _take(self, opening: Opening) -> None:

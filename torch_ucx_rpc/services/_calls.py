@@ -123,8 +123,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
     If the replica is lost and the service is idempotent, the call is repeated with another one, as often as there are
     replicas. A replica that no longer offers the name has executed nothing, so another one is called.
 
-    Raises the service's exception; `UnknownName` if no worker offers the name; `ReplicasLost` if the replica was lost
-    and the call cannot be repeated.
+    Raises the service's exception. Raises `UnknownName` if no worker offers the name, and `ReplicasLost` if the replica
+    was lost and the call cannot be repeated.
 
     Example::
 

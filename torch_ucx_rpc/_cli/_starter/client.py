@@ -30,7 +30,7 @@ _INTERVAL_S = 0.002
 
 
 class Worker:
-    """A started process, with what elastic uses of ``subprocess.Popen``."""
+    """A started process, with the part of ``subprocess.Popen`` that elastic uses."""
 
     def __init__(self, pid: int, command: Sequence[str]) -> None:
         self.pid = pid
@@ -136,7 +136,7 @@ class Starter:
             command = [sys.executable, "-IS", str(_PROCESS), json.dumps(settings)]
         self._output = os.fdopen(reader, "rb", buffering=0)
         with there, os.fdopen(writer, "wb") as output:
-            # A pipe, as workers have: the streams of Python, which they inherit, depend on the kind of file.
+            # Workers inherit Python's streams, which depend on the kind of file. So use a pipe, as workers have.
             self._process = subprocess.Popen(
                 command,
                 env=environ,

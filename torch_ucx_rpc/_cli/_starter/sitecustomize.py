@@ -27,7 +27,7 @@ VARIABLE = "_TORCH_UCX_RPC_STARTER"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-# The pause of a new worker between two looks whether the launcher is its parent.
+# The pause of a new worker between two checks whether the launcher is its parent.
 _INTERVAL_S = 0.002
 # Longer than any request.
 _REQUEST_BYTES = 1 << 20
@@ -208,7 +208,7 @@ def _become_worker(environ: dict[str, str], command: bytes) -> None:
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
-    # Python's random seeds itself after a fork. These do not.
+    # Python's random seeds itself after a fork. These generators do not.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
