@@ -6,7 +6,7 @@ Every entry to the build uses this file, so all of them give the same answer:
     setup.py      build_directory(), facts()         before CMake starts
     CMake         build_environment.py cmake         versions and paths of torch and UCX, as CMake code
 
-The numbers (oldest Python, oldest torch) are read from setup.cfg, where pip reads them too. This file must
+This file reads the numbers (oldest Python, oldest torch) from setup.cfg, as pip does. This file must
 run on any Python 3.8 without packages: it tells the user if their Python is too old.
 """
 
@@ -57,7 +57,7 @@ def requirements(group: str) -> list[str]:
     """Return the requirement strings of `build`, of `install`, or of an extra, from the file that owns them."""
     if group == "build":
         # A list of strings reads the same in TOML as in Python, and Python 3.10 has no TOML parser except pip's. A
-        # process that has imported pip can no longer import setuptools, or parts of torch that do so.
+        # process that has imported pip can no longer import setuptools, or parts of torch that import setuptools.
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         found = re.search(r"^requires = (\[[^\]]*\])", text, re.MULTILINE)
         assert found, "pyproject.toml has lost its requires"
@@ -108,8 +108,8 @@ def check_python() -> None:
 
 
 def package_folder(name: str) -> Path | None:
-    """Return a package's folder, without importing it. Return None if the package is missing, or uninstalled with its
-    folder left."""
+    """Return a package's folder, without importing it. Return None if the package is missing, or if only its folder is
+    left."""
     spec = importlib.util.find_spec(name)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -123,7 +123,8 @@ def check_venv() -> None:
 
 
 def check_compiler() -> None:
-    """Check by a program that the compiler knows C++20. CMake takes the same one: $CXX, else the first on the path."""
+    """Check by a program that the compiler knows C++20. CMake takes the same compiler: $CXX, else the first on the
+    path."""
     install = "install GCC 12 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
     named = os.environ.get("CXX")
     if named:

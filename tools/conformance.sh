@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs PyTorch's own RPC suites several times, stores the outcome, and writes docs/conformance.md.
+# Runs PyTorch's own RPC suites once or several times, stores the outcome, and writes docs/conformance.md.
 #
 #   tools/conformance.sh                           once, on UCX
 #   tools/conformance.sh --runs 3

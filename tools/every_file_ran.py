@@ -3,7 +3,7 @@
     python tools/every_file_ran.py REPORT...
 
 Each REPORT is the JUnit file of a run of pytest or ctest. The test files are ``tests/**/test_*.py`` and
-``tests/**/*_test.cpp``. A skipped test did not run. The exit code is 1 if a file is missing.
+``tests/**/*_test.cpp``. A skipped test did not run. The exit code is 1 if a test file did not run.
 """
 
 from __future__ import annotations

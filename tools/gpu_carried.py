@@ -50,7 +50,7 @@ def prepare(folder: Path, ucx: str) -> int:
 
 
 def write_metadata(folder: Path) -> None:
-    """Write this package's version and entry points, which it looks up, as if it were installed there."""
+    """Write this package's version and entry points, which the package looks up, as if it were installed there."""
     config = build_environment.setup_cfg()
     name, version = config["metadata"]["name"], config["metadata"]["version"]
     metadata = folder / f"{name}-{version}.dist-info"

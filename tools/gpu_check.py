@@ -39,7 +39,7 @@ VENV = ROOT / ".venv-gpu"
 
 # The limit of all steps of a command, in seconds: a machine with a GPU is often lent by the minute.
 ALL_S = 520.0
-# The limit of a rehearsal on a busy machine. The short one takes 30 s on an idle machine.
+# The limit of a rehearsal on a busy machine. The short rehearsal takes 30 s on an idle machine.
 REHEARSAL_S = 240.0
 WHOLE_REHEARSAL_S = 3000.0
 
@@ -68,7 +68,7 @@ class Check(Supervisor):
 
     def environment(self) -> dict[str, Any]:
         """Make a virtual environment that sees the packages of this Python, including pip. This Python may itself be in
-        one."""
+        a virtual environment."""
         self.run(sys.executable, "-m", "venv", "--without-pip", VENV)
         purelib = self.ask(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         # addsitedir also reads the folders' own .pth files. The package is not installed: the path finds it in ROOT.

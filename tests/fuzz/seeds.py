@@ -33,7 +33,7 @@ def header(
 
 
 def span(kind: int, size: int, **fields: int) -> bytes:
-    """Return the announcement of a span in one piece."""
+    """Return the announcement of a span that consists of one piece."""
     return rendezvous(header(kind, **{"index": 0, **fields}, place=(0, size)), size)
 
 

@@ -51,7 +51,7 @@ def fate(mutant: Mutant) -> str:
 
 
 def try_all(chosen: Sequence[Mutant], tell: Callable[[str], None]) -> int:
-    """Try all, print the result of each, and return the number of caught ones."""
+    """Try all mutants, print the result of each, and return the number of caught mutants."""
     caught = 0
     failing = tests_that_fail(chosen)
     for mutant in chosen:

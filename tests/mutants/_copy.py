@@ -19,7 +19,7 @@ LIMIT_S = 900
 
 
 def refresh() -> None:
-    """Copy the files that git knows, with changes, and the built ones beside them."""
+    """Copy the files that git knows, uncommitted changes included, and the built files beside them."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -59,7 +59,7 @@ def build_for(tests: Iterable[str]) -> None:
 
 
 def _build_executables(names: Sequence[str]) -> None:
-    """Build them in the extension's build folder, so that they share its objects."""
+    """Build these tests in the extension's build folder, so that they share its objects."""
     folder = _build_folder()
     cache = folder / "CMakeCache.txt"
     if not cache.exists() or "TORCH_UCX_RPC_TESTS:BOOL=ON" not in cache.read_text(encoding="utf-8"):
