@@ -306,7 +306,7 @@ TEST_P(DeviceMemoryTest, TensorsOutliveTheAgents) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
 }
 
-TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedEndsNothing) {
+TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedDoesNotThrow) {
   startWith(keep(), same_);
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   device_.launch(fake(), [] {});
@@ -396,7 +396,7 @@ TEST_P(EntryPointsTest, MemoryThatAnotherThreadReleasesIsAwaited) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
 }
 
-TEST_P(EntryPointsTest, TensorBeyondTheMemoryIsRefused) {
+TEST_P(EntryPointsTest, TensorLargerThanTheMemoryIsRefused) {
   startWith(keep(), {{c10::kCPU, fake()}});
   rmm_.setLimit(kLargeBytes - 1);
   EXPECT_TRUE(contains(failure(call(0, 1, "", {at::full({kLarge}, 5.f)})), "memory"));

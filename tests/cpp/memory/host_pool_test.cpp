@@ -84,7 +84,7 @@ TEST(HostPoolTest, IdleBytesNeverExceedTheLimit) {
   EXPECT_EQ(pool.statistics().cachedBytes, 4 * kMiB);
 }
 
-TEST(HostPoolTest, LeastRecentlyReturnedGoesFirst) {
+TEST(HostPoolTest, LeastRecentlyReturnedBlockIsFreedFirst) {
   HostPool pool(3 * kMiB);
   c10::DataPtr old = pool.allocate(kMiB);
   c10::DataPtr middle = pool.allocate(kMiB + 256 * kKiB);

@@ -40,7 +40,7 @@ TEST_F(EagerCreditTest, CreditIsGivenBackWithTheCall) {
   EXPECT_EQ(peer_.eagerBytesOpen.load(), 0u);
 }
 
-TEST_F(EagerCreditTest, BodyBeyondTheLimitIsToWaitAtTheSender) {
+TEST_F(EagerCreditTest, BodyBeyondTheLimitMustWaitAtTheSender) {
   EagerCredit most;
   EXPECT_TRUE(take(most, kMost)) << "the limit itself is allowed";
   {

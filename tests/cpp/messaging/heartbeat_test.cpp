@@ -90,7 +90,7 @@ TEST_F(HeartbeatTest, WithAReconnectLimitASilentPeerIsSuspectFirstAndLostAfterBo
   EXPECT_EQ(wait(patient, kLimit).lost.at(0), &peer);
 }
 
-TEST_F(HeartbeatTest, ASuspectThatIsHeardIsBackWithoutALoss) {
+TEST_F(HeartbeatTest, ASuspectThatIsHeardAgainIsNotLost) {
   Heartbeat patient(directory_, kLimit, 3 * kLimit);
   Peer& peer = add(1);
   wait(patient, 2 * kLimit);
@@ -142,7 +142,7 @@ TEST_F(HeartbeatTest, TheTimeBeforeADoubtDoesNotCount) {
   EXPECT_EQ(wait(slow, milliseconds(500)).lost, std::vector<Peer*>{&peer});
 }
 
-TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
+TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedEvenWithoutAnEndpoint) {
   Peer& peer = add(1);
   connections_.of(peer).silence.heardSinceCheck = true;
   wait(heartbeat_.period());
@@ -181,7 +181,7 @@ TEST_F(HeartbeatTest, TimeInWhichThisProcessDidNotRunDoesNotCount) {
   EXPECT_TRUE(wait(kLimit / 4).lost.empty());
 }
 
-TEST_F(HeartbeatTest, OnlyPeersThatCannotBeWatchedAndAreSpokenToCount) {
+TEST_F(HeartbeatTest, OnlyPresentConnectedPeersThatNeedAHeartbeatCount) {
   add(1).needsHeartbeat.store(false);
   connections_.of(add(2)).setEndpoint(std::nullopt);
   ASSERT_TRUE(add(3).moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left"}));

@@ -103,7 +103,7 @@ TEST_F(MessengerTest, ControlFramesReachTheirHandlersInOrder) {
   EXPECT_EQ(handlers_[1].takeNotes(), (Notes{"leave 0", "acknowledge 0", "goodbye 0", "arrive 9"}));
 }
 
-TEST_F(MessengerTest, FailureOfAMessageToLeaveIsReportedOnce) {
+TEST_F(MessengerTest, MessageThatCannotBeSentIsReportedOnce) {
   network_.setFault([](const wire::Header&, SendMode) { return Fate::kFail; });
   const std::string why = "loopback: the send was made to fail";
   post(Kind::kRequest, 1);
@@ -233,7 +233,7 @@ TEST_F(MessengerTest, PingIsAnsweredByTheThreadThatTakesItIn) {
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{});
 }
 
-TEST_F(MessengerTest, RepairIsTriedAgainUntilNothingIsInTheWay) {
+TEST_F(MessengerTest, RepairIsTriedAgainUntilItIsComplete) {
   auto owned = std::make_unique<SendingTransport>();
   SendingTransport& transport = *owned;
   TestWorker worker(std::move(owned), 2, membersOf(3), handlers_[0].all);

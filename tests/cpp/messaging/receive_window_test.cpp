@@ -47,7 +47,7 @@ TEST_F(ReceiveWindowTest, ResponsesHaveABudgetOfTheirOwn) {
   EXPECT_FALSE(window_->tryAdmit(kResponse, 1, none)) << "a request's room is not a response's";
 }
 
-TEST_F(ReceiveWindowTest, LargerThanTheWindowIsAdmittedAlone) {
+TEST_F(ReceiveWindowTest, MessageLargerThanTheWindowIsAdmittedAlone) {
   Admission small;
   Admission large;
   EXPECT_TRUE(window_->tryAdmit(kRequest, 1, small));
@@ -181,7 +181,7 @@ TEST_F(WideReceiveWindowTest, OneRequestLargerThanTheBoundIsQueuedAtATime) {
   EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kMaxQueued, other));
 }
 
-TEST_F(WideReceiveWindowTest, BesideALargeOneThereIsRoomForSmallOnes) {
+TEST_F(WideReceiveWindowTest, SmallRequestsFindRoomBesideALargeOne) {
   Admission large;
   Admission small;
   Admission next;

@@ -218,7 +218,7 @@ TEST_F(ReceiverTest, MessageThatThereIsNoMemoryForIsRejected) {
   EXPECT_EQ(window_->inUseBytes(), 0u);
 }
 
-TEST_F(ReceiverTest, PiecesAreReleasedOnceAndLater) {
+TEST_F(ReceiverTest, PiecesAreReleasedOnceAndOutsideCallbacks) {
   std::vector<wire::Piece> pieces;
   pieces.push_back(rendezvous(1, 10));
   pieces.push_back(eager("nothing to refuse"));
@@ -285,7 +285,7 @@ TEST_F(ReceiverTest, CancelGivesUpARequestThatHasNotBeenStartedYet) {
   EXPECT_EQ(events_.take(), Notes{"request rejected: its call was given up 1"});
 }
 
-TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) {
+TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceItsOtherReceivesEnd) {
   start(announced(Kind::kRequest, 1, 5, 10));
   startDeferred();
   complete({ErrorCode::kPeerFailed, "broken"});

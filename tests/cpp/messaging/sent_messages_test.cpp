@@ -105,7 +105,7 @@ TEST_F(SentMessagesTest, UserCodeRunsOnAnAgentThreadAndNotOnTheSendingOne) {
   EXPECT_TRUE(eventually([&] { return alive_.use_count() == 1; }));
 }
 
-TEST_F(SentMessagesTest, OneThreadDestroysAllMessagesThatComeInThatTime) {
+TEST_F(SentMessagesTest, OneThreadDestroysAllMessagesThatComeWhileItWorks) {
   executor_->start(leader_);
   destroy(message(true, true));
   ASSERT_TRUE(eventually([&] { return gate_.waiting() == 1; }));

@@ -188,7 +188,7 @@ TEST(BarrierTest, SumOfARoundOutlivesTheCoordinatorThatReleasedItInPart) {
   }
 }
 
-TEST(BarrierTest, WorkerThatAloneHasLostTheCoordinatorIsReleasedWithTheOthers) {
+TEST(BarrierTest, WorkerThatAloneLostTheCoordinatorIsReleasedToo) {
   Job job(3);
   job.lose(2, 0);
   for (const Rank rank : {2, 1}) {

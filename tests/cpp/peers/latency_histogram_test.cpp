@@ -18,7 +18,7 @@ TEST(LatencyHistogram, EveryDurationIsInTheFirstBucketThatEndsAfterIt) {
   }
 }
 
-TEST(LatencyHistogram, ABucketIsAtMostAQuarterWiderThanItsBeginning) {
+TEST(LatencyHistogram, ABucketEndsAtMostAQuarterAboveItsBeginning) {
   for (size_t bucket = 1; bucket + 1 < LatencyHistogram::kBuckets; ++bucket) {
     EXPECT_LE(4 * LatencyHistogram::endOf(bucket).count(), 5 * LatencyHistogram::endOf(bucket - 1).count()) << bucket;
   }

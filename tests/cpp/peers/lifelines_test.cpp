@@ -142,7 +142,7 @@ TEST_F(LifelinesTest, PeerWithoutALifelineIsNotConnectedTo) {
   EXPECT_TRUE(watched_.empty());
 }
 
-TEST_F(LifelinesTest, AddressThatMakesNoSenseSaysNothing) {
+TEST_F(LifelinesTest, InvalidAddressSaysNothing) {
   Member member = memberAt(9);
   member.lifelineHost = "no address";
   lines_.connect(member, [this] { ++cuts_; });

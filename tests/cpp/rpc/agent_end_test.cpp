@@ -142,7 +142,7 @@ TEST_F(AgentTest, ShutdownEndsAWaitingCaller) {
   EXPECT_TRUE(future->hasError());
 }
 
-TEST_F(AgentTest, ShutdownLeavesAHandlerThatIsStuckBehind) {
+TEST_F(AgentTest, ShutdownLeavesAStuckHandlerBehind) {
   start(2, [this](Message& request) {
     gate_->pass();
     return echo(request);

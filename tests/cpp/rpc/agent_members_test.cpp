@@ -98,7 +98,7 @@ TEST_F(DynamicGroupTest, CallsOfAWorkerThatIsNotAdmittedYetWait) {
   EXPECT_EQ(metric(0, "agent.frames_refused"), 0u);
 }
 
-TEST_F(DynamicGroupTest, CallsToAWorkerThatEndsBeforeItAdmitsFail) {
+TEST_F(DynamicGroupTest, CallsToAWorkerThatDiesBeforeItAdmitsTheCallerFail) {
   join(0, {});
   refused_ = "1";
   join(1, {0});

@@ -313,7 +313,7 @@ TEST_P(ProgressTest, LeaderReturnsArrivedMessages) {
   EXPECT_TRUE(std::is_sorted(got.begin(), got.end()));
 }
 
-TEST_P(ProgressTest, LeadEndsWhenItIsDone) {
+TEST_P(ProgressTest, LeadEndsWhenItsConditionHolds) {
   EXPECT_FALSE(lead(a_, [] { return true; }));
 }
 

@@ -39,7 +39,7 @@ size_t openFiles() {
   return static_cast<size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
-TEST(WaitSetTest, ASleepReturnsItsEnd) {
+TEST(WaitSetTest, ASleepReturnsTheReasonForItsEnd) {
   const Signal transport;
   const Signal other;
   WaitSet set(transport.fd);

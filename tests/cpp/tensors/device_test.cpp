@@ -51,7 +51,7 @@ TEST_F(DeviceTest, MessageAsksOneStreamOnEachSide) {
   }
 }
 
-TEST_F(DeviceTest, PackedViewIsMadeInOrderToo) {
+TEST_F(DeviceTest, PackedViewIsMadeInStreamOrder) {
   startWith(keep(), same_);
   const at::Tensor base = at::empty({1000, 1000}, at::TensorOptions(fake()).dtype(at::kFloat));
   device_.launch(fake(), [view = hostView(base)] { view.fill_(7); });
@@ -299,7 +299,7 @@ TEST_F(DeviceTest, CallToOneselfKeepsTheOrderOfStreams) {
 }
 
 // UCX's CUDA transports need a context on the driving thread.
-TEST_F(DeviceTest, DriverHasAContext) {
+TEST_F(DeviceTest, DriverHasADeviceContext) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   std::thread caller([&] {
     EXPECT_TRUE(eventually([&] {

@@ -193,7 +193,7 @@ TEST(TensorCodecTest, DtypesWhoseElementsShareBytesArrive) {
   }
 }
 
-TEST(TensorCodecTest, ThousandsOfTensorsInOneMessage) {
+TEST(TensorCodecTest, ThousandsOfTensorsArriveInOneMessage) {
   std::vector<at::Tensor> sent;
   for (int64_t number = 0; number < 5000; ++number) {
     sent.push_back(at::full({number % 7, 3}, number));
@@ -300,7 +300,7 @@ TEST(TensorCodecTest, RecordsThatTorchCouldNotHaveMadeAreRefused) {
 }
 
 // Any bytes from a peer give an error, or tensors that can be read. A sanitizer checks the reads.
-TEST(TensorCodecTest, DamagedBodiesNeverLeadOutsideMemory) {
+TEST(TensorCodecTest, DamagedBodiesCauseNoReadOutsideMemory) {
   std::mt19937 random(3);
   const at::Tensor dense = at::rand({4, 6});
   const std::vector<at::Tensor> sent = {

@@ -77,7 +77,7 @@ TEST(MessageTypesTest, OnlyRequestsForPythonFunctionsCallPython) {
           MessageType::EXCEPTION}));
 }
 
-TEST(MessageTypesTest, OnlyToHereFetches) {
+TEST(MessageTypesTest, OnlyRequestsOfToHereAreFetches) {
   EXPECT_EQ(those(&isFetch), (Types{MessageType::SCRIPT_RREF_FETCH_CALL, MessageType::PYTHON_RREF_FETCH_CALL}));
 }
 

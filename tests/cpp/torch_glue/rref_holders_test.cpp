@@ -113,7 +113,7 @@ TEST_F(RRefHoldersTest, UnreadableRequestOfTorchIsReported) {
   EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::PYTHON_REMOTE_CALL, "not a pickle")));
 }
 
-TEST_F(RRefHoldersTest, WaitsForValuesOfTheGoneAreFoundAndOthersLeft) {
+TEST_F(RRefHoldersTest, OnlyWaitsForValuesOfGoneWorkersAreFound) {
   RRefContext& context = RRefContext::getInstance();
   const auto pending = context.getOwnerRRef({1, 7}); // a wait that began before rpc.remote() arrived
   const auto other = context.getOwnerRRef({2, 7});

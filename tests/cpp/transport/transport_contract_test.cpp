@@ -316,7 +316,7 @@ TEST_P(TransportContractTest, ManyRendezvousAreTakenInAnyOrder) {
   }
 }
 
-TEST_P(TransportContractTest, BothDirectionsAtOnce) {
+TEST_P(TransportContractTest, MessagesTravelInBothDirectionsAtOnce) {
   Outcome sent[2];
   Outcome received[2];
   TestEndpoint& a = testEndpoint("a");
@@ -339,7 +339,7 @@ TEST_P(TransportContractTest, BothDirectionsAtOnce) {
   EXPECT_TRUE(isSame(atB, fromA));
 }
 
-TEST_P(TransportContractTest, LanesAreNamedAfterTraffic) {
+TEST_P(TransportContractTest, LanesAreKnownOnceThereWasTraffic) {
   Outcome sent;
   TestEndpoint& a = testEndpoint("a");
   TestEndpoint& b = testEndpoint("b");
@@ -405,7 +405,7 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   endpoints_.clear(); // ends operations that a failure above has left open
 }
 
-TEST_P(TransportContractTest, AddressesThatMakeNoSenseAreRefused) {
+TEST_P(TransportContractTest, InvalidAddressesAreRefused) {
   TestEndpoint& a = testEndpoint("a");
   for (const std::string& address : {std::string(), std::string("nobody is called this")}) {
     EndpointId endpoint = 0;

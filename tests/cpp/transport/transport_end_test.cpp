@@ -71,7 +71,7 @@ TEST_P(TransportContractTest, DeathOfAPeerEndsItsSends) {
   expectToReach(a, toC, c);
 }
 
-TEST_P(TransportContractTest, ReceiveEndsWithItsOriginAndAnotherEndpointHasAnotherOne) {
+TEST_P(TransportContractTest, ReceiveEndsWithItsOriginAndEachEndpointHasItsOwn) {
   if (std::string_view(GetParam().name) != "UcpOverTcp") {
     GTEST_SKIP() << "a receive ends at once";
   }

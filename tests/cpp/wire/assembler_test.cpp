@@ -236,7 +236,7 @@ TEST_F(AssemblerTest, ContradictingSpanCountsRejectTheMessage) {
   EXPECT_EQ(add(header(0, 1, 3)), Assembler::Outcome::kRejected);
 }
 
-TEST_F(AssemblerTest, BodyThatDeniesTheSpansThatCameIsRejected) {
+TEST_F(AssemblerTest, BodyThatContradictsTheArrivedSpansIsRejected) {
   EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
   EXPECT_EQ(add(header(kBodyIndex, 0)), Assembler::Outcome::kRejected);
   EXPECT_EQ(assembler_.incomplete(), 0u);

@@ -59,7 +59,7 @@ TEST(ReplayWindowTest, GapsAreBoundedAndTheOldestIsGivenUp) {
   EXPECT_TRUE(window.accept(4 * ReplayWindow::kMaxGaps - 2));
 }
 
-TEST(ReplayWindowTest, ASequenceBeginsWhereItIsSaidTo) {
+TEST(ReplayWindowTest, ASequenceBeginsAtTheGivenNumber) {
   ReplayWindow window(1);
   EXPECT_EQ(window.firstMissing(), 1u);
   EXPECT_FALSE(window.accept(0));

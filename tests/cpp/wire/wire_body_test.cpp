@@ -219,7 +219,7 @@ TEST(WireBodyTest, UnalignedMemoryIsRefused) {
   EXPECT_TRUE(readBody(std::span<const std::byte>(shifted).subspan(1), sample.spanBytes, view));
 }
 
-TEST(WireBodyTest, SpansMustBeOfTheSizeTheBodySays) {
+TEST(WireBodyTest, SpansMustHaveTheSizesThatTheBodyGives) {
   Sample sample;
   for (const auto& spans : std::vector<std::vector<uint64_t>>{
            {}, {4000}, {4001, 8000}, {4000, 7999}, {8000, 4000}, {4000, 8000, 1}, {4000, 8000, 0}, {0, 0}}) {
@@ -324,7 +324,7 @@ TEST(WireBodyTest, ASpanIsUsedOnce) {
   EXPECT_EQ(readBody(storageAndPayload.finish(), spans, view).code(), ErrorCode::kProtocol);
 }
 
-TEST(WireBodyTest, StoragesOfOneSpanLieInItInTheirOrder) {
+TEST(WireBodyTest, StoragesOfOneSpanLieInTheirOrder) {
   const std::vector<uint64_t> spans = {4000, 100};
   BodyWriter writer(1);
   writer.addSpanStorage(1500, 0, 0, -1);
@@ -417,7 +417,7 @@ TEST(WireBodyTest, TensorsStayInsideTheirStorage) {
 }
 
 // If any single byte changes, the body is refused, or is still consistent.
-TEST(WireBodyTest, NoChangeOfOneByteIsReadPastTheEnd) {
+TEST(WireBodyTest, ChangingOneByteCausesNoReadPastTheEnd) {
   const Sample sample;
   for (size_t at = 0; at < sample.body.size(); ++at) {
     for (const int flip : {0x01, 0x80, 0xFF}) {
