@@ -47,7 +47,7 @@ def measure_sizes() -> harness.Figures:
     for size in SIZES:
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
         calls = max(3, min(500, 2**28 // size))
-        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms up
         figures[f"{size}"] = harness.p50(echo_us(tensor, calls))
     return figures
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.simulated_start 256 1000 10000
     python -m benchmarks.simulated_start 10000 --late 1     1 % of the workers come 5 s late
-    python -m benchmarks.simulated_start 10000 --dying 3    3 inner ones die: as soon as they have the records, and in
-                                                            the shutdown
+    python -m benchmarks.simulated_start 10000 --dying 3    3 inner workers die: as soon as they have the records, and
+                                                            in the shutdown
 
 The simulated workers run the product's own code: ``gather_members`` in a greenlet each, with a clock that jumps from
 one event to the next, and the C++ barrier (simulated_barrier.cpp). The rest is simulated: one Store (``SERVE_S`` for a

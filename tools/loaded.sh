@@ -2,7 +2,7 @@
 # Runs a target of make several times beside two busy processes. A test that fails only then relies on a fast machine.
 #
 #   tools/loaded.sh                                `make test`, ten times
-#   tools/loaded.sh --times 3 test-libraries       another verb
+#   tools/loaded.sh --times 3 test-libraries       another target
 #
 # The output of each run is in build/loaded. At the end it lists the tests that have failed, and how often.
 . "$(dirname "$0")/environment.sh"

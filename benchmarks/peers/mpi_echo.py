@@ -1,6 +1,6 @@
 """mpi4py: Send and Recv of the array's memory, Isend and Irecv of many, or their lower-case versions, which pickle.
 
-Started by mpirun, twice: rank 1 echoes what rank 0 measures.
+mpirun starts it twice: rank 1 echoes what rank 0 measures.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ class Caller:
     def _payloads(self, at_most: int = 2**40) -> tuple[Payload, Payload]:
         return any_payload(self._choice, at_most), any_payload(self._choice, at_most)
 
-    # -- A kind each
+    # -- One method for each kind of call
 
     def rpc_sync(self) -> None:
         [to] = self._workers(1)

@@ -1,4 +1,4 @@
-"""The workflows of GitHub call the project's own verbs, and release what setup.cfg promises."""
+"""The workflows of GitHub call the project's own targets of make, and release what setup.cfg promises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scripts(workflow: dict[str, Any]) -> Iterator[str]:
                 yield step["run"]
 
 
-# The lines of each verb's recipe.
+# The lines of the recipe of each target.
 RECIPES = dict(re.findall(r"^([a-z-]+):(?!=).*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE))
 
 
@@ -44,7 +44,7 @@ def verbs() -> set[str]:
     return set(RECIPES)
 
 
-def test_workflows_call_existing_verbs_and_files() -> None:
+def test_workflows_call_existing_targets_and_files() -> None:
     assert [script for script in scripts(CI) if ".ci/run" in script] == [".ci/run"]
     assert set(CI["on"]) == {"push", "pull_request"}
     assert "${{ matrix.command }}" in scripts(NIGHTLY)
@@ -52,7 +52,7 @@ def test_workflows_call_existing_verbs_and_files() -> None:
     assert [check["command"] for check in checks] == ["make nightly", "tools/mutants.sh"]
 
 
-def test_ci_and_nightly_run_every_verb_that_tests() -> None:
+def test_ci_and_nightly_run_every_target_that_tests() -> None:
     ci = set(re.findall(r"^stage .*\bmake ([a-z-]+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE))
     parts_of_test = {"test-light-cpp", "test-python"}
     tests = {verb for verb in verbs() if verb.partition("-")[0] == "test"}
@@ -70,9 +70,9 @@ def test_container_builds_wheels_for_each_python_of_setup_cfg() -> None:
 
 
 @pytest.mark.parametrize("workflow", [CI, NIGHTLY, RELEASE], ids=["ci", "nightly", "release"])
-def test_scripts_are_bash_and_their_verbs_exist(workflow: dict[str, Any]) -> None:
+def test_scripts_are_bash_and_their_targets_exist(workflow: dict[str, Any]) -> None:
     for script in scripts(workflow):
-        # Expressions that GitHub replaces before the shell sees them, such as a verb.
+        # Expressions that GitHub replaces before the shell sees them, such as a target.
         text = re.sub(r"\$\{\{.*?\}\}", "build", script)
         subprocess.run(["bash", "-n", "-c", text], check=True)
         assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= verbs()

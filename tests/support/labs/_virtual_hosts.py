@@ -96,8 +96,8 @@ class VirtualHost:
             f"hostname {name}",
             "mount -t tmpfs tmpfs /dev/shm",
             f"mount --bind {hosts_file} /etc/hosts",
-            # The machine's default could be bbr, which may pause a connection for seconds after a cut
-            # (docs/failure_model.md).
+            # The machine's default congestion control could be bbr, which may pause a connection for seconds after a
+            # cut (docs/failure_model.md).
             "echo reno > /proc/sys/net/ipv4/tcp_congestion_control",
             "ip link set lo up",
             *([] if switch else ["ip link add eth0 type bridge"]),
@@ -163,7 +163,7 @@ class VirtualHost:
         self._on_network("ip route add default dev eth0")
 
     def reset_connections(self) -> None:
-        """Reset the TCP connections of its programs to the other hosts, but not those to ``head``."""
+        """Reset the TCP connections of this host's programs to the other hosts, but not those to ``head``."""
         others = f"dst {_NETWORK}.0/24 and not dst {_NETWORK}.254 and not dst {self.address}"
         subprocess.run(
             ["nsenter", "--target", str(self.pid), "--net", "--", "ss", "--kill", "--tcp", "--numeric", others],
