@@ -1,4 +1,4 @@
-// The bounds on the unasked bytes that a receiver holds, from one sender and from all.
+// The bounds on the bytes that a receiver holds and has not asked for, from one sender and from all.
 
 #include "messaging/eager_credit.h"
 

@@ -152,7 +152,8 @@ TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedEvenWithoutAnEndpoint) {
   EXPECT_EQ(found.lost.at(0), &peer);
 }
 
-// The peer has called this worker, which has not answered yet, so there is no connection with a lifeline beside it.
+// The peer has called this worker, which has not answered yet. So this worker has no connection to the peer that a
+// lifeline could watch.
 TEST_F(HeartbeatTest, APeerWithoutAnEndpointIsNotMetYet) {
   Peer& peer = add(1);
   connections_.of(peer).setEndpoint(std::nullopt);

@@ -1,4 +1,4 @@
-// The table of the devices at which tensors arrive at other workers.
+// The table that says on which devices of other workers tensors arrive.
 
 #include "rpc/device_maps.h"
 

@@ -1,4 +1,4 @@
-// When a worker is gone, its entries in torch's tables are released, and vain waits end.
+// When a worker is gone, its entries in torch's tables are released, and hopeless waits end.
 
 #include "rpc/orphaned_state.h"
 
@@ -33,7 +33,7 @@ using torch::distributed::autograd::DistAutogradContainer;
 
 class OrphanedStateTest : public testing::Test {
  protected:
-  // torch has one set of tables a process. Here it is worker 0's.
+  // torch has one set of tables per process. Here it is worker 0's.
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
     DistAutogradContainer::init(0);

@@ -19,7 +19,7 @@
 namespace torch_ucx_rpc {
 
 // Several workers' barriers in one thread. Their frames, and the news of ends, wait until deliver() is called. As on a
-// network, they keep their order between two workers, and are in any order otherwise.
+// network, frames from one worker to another keep their order, and other frames may come in any order.
 class Job {
  private:
   // One worker's view of the others, and its link to them.
@@ -53,7 +53,7 @@ class Job {
           rank_, to, [&job = job_, from = rank_, to, round, result] { job.at(to).onRelease(from, round, result); });
     }
 
-    std::map<Rank, bool> gone_; // whether it has failed
+    std::map<Rank, bool> gone_; // true: it has failed; false: it has left
 
    private:
     Job& job_;
@@ -216,7 +216,7 @@ class Job {
   static constexpr std::chrono::milliseconds kPast{-1};
   const Rank size_;
   std::map<Channel, std::deque<std::function<void()>>> channels_;
-  std::map<Rank, bool> gone_; // whether it has failed
+  std::map<Rank, bool> gone_; // true: it has failed; false: it has left
   std::map<Rank, std::set<Rank>> met_;
   std::map<Rank, int> sent_;
   bool doOnlyContactsNotice_ = false;

@@ -87,7 +87,7 @@ class TestWorker {
       directory.add(member);
     }
   }
-  // Messages to itself are copied without tensors, unless `options` say otherwise.
+  // Messages of the worker to itself are copied without tensors, unless `options` say otherwise.
   template <typename... Options>
   TestWorker(
       LoopbackNetwork& network,

@@ -368,7 +368,7 @@ TEST_F(DeviceTest, WaitForMemoryEndsWhenTheSenderIsGone) {
   exchangeWithoutTensors();
   (void)lookOnAllStreams(fake(1));
   const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
-  // The sender's and the receiver's.
+  // The sender's block and the receiver's.
   ASSERT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_ + 2; }));
   network_.kill("address 0");
   EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
@@ -378,7 +378,7 @@ TEST_F(DeviceTest, WaitForMemoryEndsWithTheAgent) {
   startWith([&](Message& /*request*/) { return completed(""); }, across_);
   (void)lookOnAllStreams(fake(1));
   const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
-  // The sender's and the receiver's.
+  // The sender's block and the receiver's.
   ASSERT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_ + 2; }));
   agent(1).shutdown();
   EXPECT_TRUE(contains(failure(future), "shut down"));

@@ -19,7 +19,7 @@ using rpc::RRefContext;
 
 class FailedRRefTest : public testing::Test {
  protected:
-  // torch has one set of tables a process. Here worker 0 is both the caller and the owner.
+  // torch has one set of tables per process. Here worker 0 is both the caller and the owner.
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
   }
@@ -27,7 +27,7 @@ class FailedRRefTest : public testing::Test {
     rpc::RpcAgent::setCurrentRpcAgent(nullptr);
   }
 
-  // Makes an RRef as rpc.remote() does for the owner worker 1.
+  // Makes an RRef as rpc.remote() does if worker 1 is the owner.
   void create(const c10::TypePtr& type) {
     rref_ = context_.createUserRRef(1, type);
     rref_->registerOwnerCreationFuture(creation_);

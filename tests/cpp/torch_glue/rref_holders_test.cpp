@@ -23,7 +23,7 @@ using rpc::RRefId;
 
 class RRefHoldersTest : public testing::Test {
  protected:
-  // torch has one set of tables a process. Here it is worker 0's.
+  // torch has one set of tables per process. Here it is worker 0's.
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
     (void)RRefContext::getInstance();
