@@ -180,7 +180,7 @@ def call_with_all_files_open(rank: int) -> None:
 
 
 @pytest.mark.field
-def test_a_worker_with_all_files_open_keeps_its_peers() -> None:
+def test_a_worker_with_all_files_open_keeps_its_neighbours() -> None:
     workers.run_workers(2, call_with_all_files_open, timeout=120)
 
 

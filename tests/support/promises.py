@@ -246,7 +246,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "If file descriptors run out, no living worker is lost": (
             "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
             "LivingProcessIsNotTakenForEndedIfNoFileIsLeft",
-            "test_a_worker_with_all_files_open_keeps_its_peers",
+            "test_a_worker_with_all_files_open_keeps_its_neighbours",
             "test_out_of_files_while_connecting_no_peer_is_lost",
             "test_out_of_files_on_one_core_no_peer_is_lost",
             "FilesForUcxTest",

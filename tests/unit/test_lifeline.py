@@ -1,4 +1,4 @@
-"""The lifeline: a port by which workers on other hosts see that a process has ended."""
+"""Lifelines: workers on other hosts connect to a port of a process, and so see that the process has ended."""
 
 from __future__ import annotations
 
