@@ -153,29 +153,29 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "If it refuses the request, each use raises `RRefLost`": (
             "test_an_rref_is_lost_if_its_owner_had_no_thread_for_it",
         ),
-        # Property of a dead worker
+        # State of a dead worker
         "A dead worker's queued calls do not start": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
         "Its running calls end, and their answers are dropped": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
-        "Its share of the receive window": (
+        "The worker's share of the receive window": (
             "test_property_of_a_dead_worker_is_released",
             "MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce",
             "DropSessionHandsOutEverythingOfIt",
             "PartsOfACanceledMessageAreHandedOutAtOnce",
         ),
-        "Contexts of distributed autograd that it opened are closed": (
+        "Contexts of distributed autograd that the worker opened are closed": (
             "test_contexts_of_a_dead_worker_are_closed_on_all_workers",
             "test_a_worker_that_joins_again_has_no_contexts_from_before",
         ),
-        "References that it got by `rpc.remote` or from a third worker": (
+        "References that the worker got by `rpc.remote` or from a third worker": (
             "test_property_of_a_dead_worker_is_released",
             "test_references_the_dead_had_from_a_third_worker_are_dropped",
         ),
         "References that its running calls create afterwards": ("LaterStateOfRunningHandlersIsReleasedOnceASecond",),
-        "Waiting for an RRef that it was to create here raises an error": (
+        "Waiting for an RRef that the worker was to create here raises an error": (
             "test_waiting_for_a_value_from_a_dead_worker_fails",
             "test_a_worker_takes_the_place_of_one_that_was_killed",
         ),
-        "Using an RRef that it owned raises `RRefLost`": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
+        "Using an RRef that the worker owned": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
         # Nested calls
         "A chain of 200 calls": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
         "A chain that exceeds `max_worker_threads`": ("test_a_chain_that_exceeds_the_limit_fails_saying_so",),
