@@ -239,6 +239,8 @@ class Line:
         self.now = 0.0
         self.machines = {one: Epochs(one, LIMIT, self.now, first) for one in self.members}
         self.away: set[Member] = set()
+        # Messages of these members arrive, and messages to them do not.
+        self.deaf: set[Member] = set()
         self.wait(0.3)
 
     def __getitem__(self, rank: int) -> Epochs:
@@ -251,7 +253,7 @@ class Line:
             for one, machine in self.machines.items():
                 for to, message in machine.take_outgoing():
                     worker = at_first(to)
-                    if not self.away & {one, worker} and worker in self.machines:
+                    if not self.away & {one, worker} and worker in self.machines and worker not in self.deaf:
                         busy = True
                         self.machines[worker].receive(machine.me, message, self.now)
 
@@ -316,6 +318,18 @@ def test_a_silent_member_is_out_after_the_limit() -> None:
     line.away = {line.members[2]}
     line.wait(1.3 * LIMIT)
     assert line.ranks(0) == line.ranks(1) == [0, 1]
+
+
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_a_member_that_is_heard_but_hears_nothing_is_out(is_suspect: bool) -> None:
+    line = Line(4)
+    line.deaf = {line.members[3]}
+    if is_suspect:
+        line[1].suspect(line.members[3], line.now)
+    line.wait((1.3 if is_suspect else 2.5) * LIMIT)
+    for rank in range(3):
+        assert line.ranks(rank) == [0, 1, 2]
+    assert line.ranks(3) == []
 
 
 def test_after_a_deciders_death_a_hung_member_costs_the_limit() -> None:

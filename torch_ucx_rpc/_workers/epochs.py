@@ -92,7 +92,7 @@ class Epochs:
         self._promised: Ballot = (0, 0)
         self._accepted: tuple[Ballot, Epoch] | None = None
         self._attempt: _Attempt | None = None
-        self._next_beat = self._ticked = now
+        self._next_beat = self._ticked = self._installed = now
         # On a decider: when it last gave a lease to each member, and its own time in the latest sign of support.
         self._granted: dict[Member, float] = {}
         self._support: dict[Member, float] = {}
@@ -304,7 +304,7 @@ class Epochs:
         self._promised, self._accepted = (0, 0), None
         self._leader, self._heard, self._lost_at = epoch.decider, now, None
         self._echo = _NEVER
-        self._next_beat = now
+        self._next_beat = self._installed = now
         self._leaving &= {*epoch.members}
         if leads:
             self._granted = {one: old.get(one, now) if was_leading else now for one in epoch.members}
@@ -512,14 +512,20 @@ class Epochs:
         if not self._leads or sender not in self.epoch.members:
             return
         self._support[sender] = max(beat.heard, self._support.get(sender, beat.heard))
-        if self.is_leased(now, ahead=2 * BEAT * self.limit):
+        if self.is_leased(now, ahead=2 * BEAT * self.limit) and self._may_stay(sender, beat, now):
             self._count(now)
             self._granted[sender] = now
             self._send(sender, Answer(beat.number, beat.at, now, min(LEASE * self.limit, self._lease - now)))
         else:
-            # Return a sign of life, which also asks for missing support.
+            # A sign of life, which also asks for missing support.
             self._send(sender, Answer(beat.number, beat.at, now, 0.0))
         self._consider(now)
+
+    def _may_stay(self, sender: Member, beat: Beat, now: float) -> bool:
+        """Tell whether a member may have a lease. A member that is to be left out, or hears nothing, gets no more."""
+        value = None if self._attempt is None else self._attempt.value
+        is_left_out = value is not None and sender not in value.members
+        return not is_left_out and now - max(beat.heard, self._installed) <= self.limit
 
     def _on_answer(self, sender: Member, answer: Answer, now: float) -> None:
         if sender != self.epoch.decider:

@@ -124,8 +124,12 @@ def tell_when_asked(folder: Path, name: str) -> None:
     known = [f"workers: {sorted(info.name for info in present_life().living())}"]
     if office.is_made():
         group = office().group
-        known += [f"epoch: {group.epoch}", "in force" if group.is_current() else group.why_not_current()]
+        known += ["in force" if group.is_current() else group.why_not_current()]
         known += [str(opening) for opening in office()._openings.values()]
+        attempt = group._epochs._attempt
+        known += [f"{time.monotonic():.2f} s; unanswered messages: {group._unanswered}"]
+        known += [f"{what}: {value}" for what, value in vars(group._epochs).items()]
+        known += [f"attempt: {attempt.ballot} {attempt.value} {attempt.votes}"] if attempt is not None else []
     (folder / f"{name}.known").write_text("\n".join(known) + "\n")
 
 
