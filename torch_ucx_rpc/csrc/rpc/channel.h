@@ -28,7 +28,8 @@
 namespace torch_ucx_rpc {
 
 // One-way tensors: a worker puts a value under a tag of another worker, where it waits to be taken. No function runs
-// for the value. No thread is woken, except a thread that waits for this value. That thread drives while it waits.
+// for the value. No thread is woken unless one waits for this value. A thread that waits for a value also drives
+// progress.
 //
 // A value is identified by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
 // earlier epoch are dropped, and their senders learn that. Values of a later epoch wait.

@@ -21,15 +21,15 @@ enum class Waiting : uint8_t { kAuto, kPoll, kSleep };
 class Spinning {
  public:
   using Clock = std::chrono::steady_clock;
-  // The longest time to spin through one wait. It fits a small call, with room for the callee's work. It also fits a
-  // step of torch's engine between two messages of distributed autograd.
+  // With kAuto, the longest time to spin through one wait. It fits a small call, with room for the callee's work. It
+  // also fits a step of torch's engine between two messages of distributed autograd.
   static constexpr auto kLimit = std::chrono::microseconds(800);
   // If a driver is away for longer than this, arrivals wait until a leader that polls takes over.
   static constexpr auto kShortAbsence = std::chrono::microseconds(200);
   // A wait in which the thread slept seems longer by this much.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
-  // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and a sleep
-  // between two parts would take longer than a part.
+  // For this long a driver spins while data is on its way, even where spinning is off. The parts of a transfer follow
+  // one another closely, and a sleep between two parts would take longer than a part.
   static constexpr auto kTransferLimit = std::chrono::microseconds(20);
   // The same where devices are in use: as long as for a message. A device copies for longer, and the other side needs
   // no core for it. On an H100, a limit of 100 us made a call with 64 MiB take 50 % longer.
