@@ -38,7 +38,7 @@ class Other:
     """A contender that `peers` measures in its own process."""
 
     name: str
-    # The module that the library is imported by.
+    # The module to import for the library.
     module: str
     # A pattern of the lanes that it must use.
     lanes: str

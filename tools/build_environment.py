@@ -123,8 +123,8 @@ def check_venv() -> None:
 
 
 def check_compiler() -> None:
-    """Check by a program that the compiler knows C++20. CMake takes the same compiler: $CXX, else the first on the
-    path."""
+    """Compile a program to check that the compiler knows C++20. CMake takes the same compiler: $CXX, else the first on
+    the path."""
     install = "install GCC 12 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
     named = os.environ.get("CXX")
     if named:

@@ -36,7 +36,7 @@ def fenced(block: re.Match[str]) -> str:
 
 
 def in_markdown(text: str, links: dict[str, str]) -> str:
-    """A docstring as Markdown. `links` has the full name of each public one."""
+    """A docstring as Markdown. `links` has the full name of each public name."""
 
     def linked(name: re.Match[str]) -> str:
         path = links.get(name["name"])

@@ -23,7 +23,7 @@ DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdow
 
 # heartbeat_limit in seconds, for tests that need a loss and measure no time.
 SHORT_LIMIT = 1.0
-# With these options a silent worker is lost at that limit.
+# With these options a worker is lost when it has been silent for that limit.
 LOST_SOON = {"heartbeat_limit": SHORT_LIMIT, "reconnect_limit": 0}
 
 _gone = threading.Event()

@@ -76,7 +76,7 @@ def test_calls_to_a_killed_process_fail_within_a_second(run_workers: Callable[..
     run_workers(3, leave_ungracefully_after(see_a_worker_die), **DEATH_OF_WORKER1)
 
 
-def test_calls_to_a_process_killed_elsewhere_fail_in_a_second(hosts: VirtualHosts) -> None:
+def test_calls_across_hosts_fail_within_a_second_of_a_kill(hosts: VirtualHosts) -> None:
     workers.run_workers(3, leave_ungracefully_after(see_a_worker_die), hosts=hosts, **DEATH_OF_WORKER1)
 
 

@@ -42,7 +42,7 @@ def call_and_list(rank: int) -> set[str]:
     return listening()
 
 
-def test_with_tcp_ucx_listens_on_the_devices_that_are_named(rpc_backend: str) -> None:
+def test_with_tcp_ucx_listens_on_the_named_devices(rpc_backend: str) -> None:
     run = functools.partial(workers.run_workers, backend=rpc_backend, transport=workers.Transport.TCP)
     # Ask worker 1, since rank 0 hosts the Store.
     _, addresses = run(2, call_and_list, env={"UCX_NET_DEVICES": "lo"})

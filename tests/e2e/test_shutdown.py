@@ -140,7 +140,7 @@ def test_graceful_shutdown_with_a_dead_worker_raises(run_workers: Callable[..., 
     assert max(took[0], took[2]) < 3, "the agent's own end takes up to two seconds where handlers or sends hang"
 
 
-def test_graceful_shutdown_notices_a_dead_host_never_called() -> None:
+def test_graceful_shutdown_notices_a_dead_host_it_never_called() -> None:
     needs_virtual_hosts()
     with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
         arguments = {"options": LOST_SOON, "expendable": {1}, "shutdown": False, "silent": False}

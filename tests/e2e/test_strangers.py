@@ -179,9 +179,7 @@ def believe_everything_without_the_secret() -> None:
     members.read_entry = believe
 
 
-def test_a_joiner_with_another_secret_is_refused_with_both_named(
-    run_workers: Callable[..., list], tmp_path: Path
-) -> None:
+def test_a_joiner_with_another_secret_is_refused_naming_both(run_workers: Callable[..., list], tmp_path: Path) -> None:
     arguments = (join_beside_a_member, Steps(tmp_path), take_another_secret, 0)
     [member, error] = run_workers(2, *arguments, init=False)
     assert re.match(r"the workers do not share one secret: rank 1 \('worker1', .* another secret than rank 0 \(", error)

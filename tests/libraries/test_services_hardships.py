@@ -191,7 +191,7 @@ def live_twice(rank: int, url: str) -> None:
 # ------------------------------------------------------------------------------------------------ threads of one worker
 
 
-def test_name_being_registered_by_a_thread_is_not_unregistered(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_thread_cannot_unregister_a_name_being_registered(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, unregister_too_early, Steps(tmp_path))
 
 

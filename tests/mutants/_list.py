@@ -26,7 +26,7 @@ MUTANTS = (
         "  if (status != UCS_OK) {\n    return {ErrorCode::kOutOfResources, textOf(status)};\n  }\n"
         "  if (status == UCS_ERR_IO_ERROR || status == UCS_ERR_ENDPOINT_TIMEOUT) {\n    if (Error files",
         (
-            "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
+            "test_calls_across_hosts_fail_within_a_second_of_a_kill",
             "ConnectionThatACardBreaksCountsAsThePeersFailure",
         ),
     ),

@@ -31,7 +31,7 @@ _NOISES = 2
 
 @dataclasses.dataclass(frozen=True)
 class KindOfCall:
-    """All calls of a kind. A call of several executions, such as a nested one, counts once for each."""
+    """All calls of a kind. A call of several executions, such as a nested one, counts once for each execution."""
 
     kind: str
     begun: int

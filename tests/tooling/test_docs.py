@@ -172,7 +172,7 @@ QUOTES = [
     if ("…" in quote or re.match(r"[a-z]\w+( [\w()]+){3}", quote))
     and not re.match(r"(python|pip|make|ulimit|kubectl|docker) ", quote)
 ]
-# Messages of torch and UCX, or composed at run time.
+# Messages that torch or UCX writes, or that the package composes at run time.
 FOREIGN = (
     "terminate called without an active exception",
     "RPC ran for more than set timeout ",

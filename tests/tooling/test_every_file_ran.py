@@ -1,4 +1,4 @@
-"""tools/every_file_ran.py finds a test file that did not run, by the reports that pytest and ctest write."""
+"""tools/every_file_ran.py finds a test file that did not run, from the reports of pytest and ctest."""
 
 from __future__ import annotations
 

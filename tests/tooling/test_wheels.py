@@ -137,7 +137,7 @@ def test_the_wheel_runs_by_itself(tmp_path) -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert {"_torch_ucx_rpc_cli", "torch", "torch_ucx_rpc"} & imported == {"_torch_ucx_rpc_cli"}
 
-    # A patch release of torch that has the same headers will do.
+    # A patch release of torch that has the same headers is enough.
     script = (
         f"import torch; torch.__version__ = '{TORCH_MINOR}.99'; import torch_ucx_rpc; print(torch_ucx_rpc._C.__file__)"
     )

@@ -167,7 +167,7 @@ def test_rank_0_says_when_the_others_would_look_elsewhere(ports: tuple[int, int]
         open_job_store(JobAddress("job", ("nowhere.invalid",), ports), 0, 2, 5)
 
 
-def test_error_names_the_answer_of_rank_0s_ports(ports: tuple[int, int]) -> None:
+def test_error_names_the_ports_and_their_answer(ports: tuple[int, int]) -> None:
     with pytest.raises(JoinFailed, match=rf"not at 127.0.0.1, port {ports[0]} or {ports[1]}, .*refused"):
         open_job_store(JobAddress("job", ("127.0.0.1",), ports), 1, 2, 0.2)
 

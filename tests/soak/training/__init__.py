@@ -254,7 +254,7 @@ class Job:
         return int(self._journal(name).read_text().splitlines()[-1].split()[1])
 
     def live(self, seconds: float) -> None:
-        """Kill and restart for ``seconds``. Raises `Failed` if a process ends without an order or stalls."""
+        """Kill and restart for ``seconds``. Raises `Failed` if a process stalls, or ends without an order."""
         give_up_at = time.monotonic() + _STARTING_S
         while not all(self._last_step(name) for name in self._kind.workers if name not in self._kind.hosts):
             self._look()
