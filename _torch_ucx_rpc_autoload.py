@@ -1,6 +1,6 @@
 """Lets TORCH_UCX_RPC_REPLACE_TENSORPIPE work in programs that know nothing of torch_ucx_rpc.
 
-torch calls `autoload` near the end of its own import, in every process and wherever the package is installed: setup.cfg
+torch calls `autoload` near the end of its own import, in every process where the package is installed. setup.cfg
 declares it as an entry point of the group ``torch.backends``. It has a module of its own, beside the package, because
 importing anything of the package loads UCX.
 """

@@ -1,10 +1,10 @@
 """The command line: ``torch-ucx-rpc COMMAND``, and the same as ``python -m torch_ucx_rpc COMMAND``.
 
-This module has the arguments, the help and the exit codes of all commands. It stands beside the package and imports
-nothing of it before a command runs: the package imports torch, and ``--help`` should not wait for that.
+This module has the arguments, the help and the exit codes of all commands. It is beside the package and imports nothing
+of it before a command runs. The package imports torch, and ``--help`` should not wait for that.
 
-Each command is a module of ``torch_ucx_rpc._cli``, of the same name, with ``main(arguments) -> int``, which returns the
-exit code. ``arguments.error(text)`` ends it as argparse does for wrong arguments.
+Each command is a module of the same name in ``torch_ucx_rpc._cli``. Its ``main(arguments) -> int`` returns the exit
+code. ``arguments.error(text)`` ends it as argparse does for wrong arguments.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
 def _top(parser: argparse.ArgumentParser) -> None:
     """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
-    This command finds the same user's workers on this host without a setting in the job. They ask the workers on other
+    This command finds this user's workers on this host without a setting in the job. They ask the workers on other
     hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow terminal
     has some of them):
 

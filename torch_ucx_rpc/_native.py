@@ -1,7 +1,7 @@
 """Loads UCX, then the extension ``_C``; every failure is one ImportError that names the cause and the cure.
 
-The order is torch, UCX, ``_C``. The extension has no search paths: it names its libraries (``libc10.so``,
-``libucp.so.0``), and the loader finds those that the process has loaded already. So the extension uses a libucp that
+The order is torch, UCX, ``_C``. The extension has no search paths. It names its libraries (``libc10.so``,
+``libucp.so.0``), and the loader finds the ones that the process has loaded already. So the extension uses a libucp that
 another package, such as Open MPI, has loaded before. Two copies of libucp would abort the process. UCX consists of
 several libraries. If only some of them are loaded, this module loads the others from the same folder.
 
@@ -123,8 +123,8 @@ def complete_ucx() -> Ucx | None:
 def signal_handlers_kept() -> Iterator[None]:
     """Restore the signal handlers that the block has changed, except those that the user asked UCX to take.
 
-    Otherwise a worker would not end with its terminal, and handlers that the program has set before, with ``signal`` or
-    ``faulthandler``, would be gone. Python's ``signal`` cannot do this: it does not see handlers in C.
+    Otherwise a worker would not end with its terminal. Handlers that the program has set with ``signal`` or
+    ``faulthandler`` would be lost. Python's ``signal`` cannot do this: it does not see handlers in C.
     """
     sigaction = ctypes.CDLL(None).sigaction
     taken = [number for variable, numbers in _TAKEN_SIGNALS.items() if variable not in os.environ for number in numbers]

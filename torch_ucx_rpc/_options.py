@@ -32,7 +32,7 @@ _MOST_URGENT = -3
 
 
 class Option(Generic[T]):
-    """An attribute of the options, which is checked whenever it is set."""
+    """An attribute of the options, which checks each value that is set."""
 
     def __init__(self, check: Callable[[str, Any], T]) -> None:
         self._check = check
@@ -48,8 +48,8 @@ class Option(Generic[T]):
     def __set__(self, options: UcxRpcBackendOptions, value: Any) -> None:
         checked = self._check(self._name, value)
         options._values[self._name] = checked
-        # rpc_timeout and init_method are fields of torch's C++ object too, and torch reads them there. torch's timeout
-        # has single precision (0.1 is 0.10000000149), so Python reads the values of this class instead.
+        # rpc_timeout and init_method are fields of torch's C++ object too, and torch reads them there. There the
+        # timeout has single precision (0.1 is 0.10000000149), so Python reads the values of this class instead.
         inherited = vars(RpcBackendOptions).get(self._name)
         if inherited is not None:
             inherited.__set__(options, checked)
@@ -178,8 +178,8 @@ def _check_path(name: str, value: Any) -> str | None:
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options of ``init_rpc(backend="UCX", rpc_backend_options=...)``.
 
-    Each option has a default, and is also an attribute that can be set. This class checks each value at once: an
-    unknown argument or a wrong type raises TypeError, an impossible value ValueError, and an unknown attribute
+    Each option has a default, and is also an attribute that can be set. This class checks each value at once. An
+    unknown argument or a wrong type raises TypeError, and an impossible value ValueError. An unknown attribute raises
     AttributeError. ``init_rpc`` takes a copy. Options can be compared, pickled, and pasted back from their ``repr``.
 
     Args:

@@ -235,7 +235,7 @@ def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
 
         return statistics.of_agent(agent)
 
-    # Load both modules on demand: every worker starts, but few are watched.
+    # Load both modules on demand: every worker starts, but few have observers.
     if options.prometheus_port is not None:
         from torch_ucx_rpc._observe import prometheus
 
@@ -244,7 +244,7 @@ def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
         agent.prometheus_port = endpoint.port
     try:
         observed = observation.Observed(snapshot)
-    # Some sandboxes have no such sockets. A job can run without being watched.
+    # Some sandboxes have no such sockets. A job can run without observers.
     except OSError as error:
         _logger.info("worker %s cannot be watched by top: %s", info.name, error)
     else:

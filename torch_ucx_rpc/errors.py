@@ -93,9 +93,9 @@ class CallTimedOut(RpcError, TimeoutError):
 
 
 class MessageRefused(RpcError):
-    """A request or an answer arrived and was refused.
+    """A worker has refused a request or an answer that arrived.
 
-    Either it is malformed, or its content is not what the sender sealed with the secret of the job.
+    Either it is malformed, or its content differs from the content that the sender sealed with the secret of the job.
     """
 
 
@@ -206,8 +206,8 @@ def from_native(kind: str, what: str, fields: dict[str, object]) -> RpcError | N
     Args:
         kind: a key of `KINDS`.
         what: the sentence, which becomes the text of the exception unchanged.
-        fields: attributes by name. Names that the exception does not have are ignored, and empty texts mean unknown:
-            a mistake here must not hide the error itself.
+        fields: attributes by name. Names that the exception does not have are ignored: a mistake here must not hide the
+            error itself. Empty texts mean unknown.
 
     Returns None for a kind that is not in `KINDS`; the error then becomes a RuntimeError.
     """

@@ -1,6 +1,6 @@
-"""A UCX agent that loses and delays messages on demand, to test what a program does then.
+"""A UCX agent that loses and delays messages on demand, to test the reaction of a program.
 
-Importing this module adds the backend "FAULTY_UCX" to ``torch.distributed.rpc``, the counterpart of torch's
+Importing this module adds the backend "FAULTY_UCX" to ``torch.distributed.rpc``. It is the counterpart of torch's
 "FAULTY_TENSORPIPE" (``torch.distributed.rpc._testing``), with options of the same names. The package itself never
 imports it.
 

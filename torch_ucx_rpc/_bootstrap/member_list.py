@@ -11,8 +11,8 @@ The records are JSON. In a job with a secret they are authenticated, and so is `
 
 A worker takes a place and then fills it. If it dies in between, the next worker that joins closes the place, so that no
 worker waits for it again. A worker that was only slow finds its place closed, and takes another. A place that is empty
-or closed stays so. Hence an old version of ``compacted`` is still right: it only leaves out places that need not be
-read.
+or closed stays so. Hence an old version of ``compacted`` is still right: it only leaves out places that no worker needs
+to read.
 """
 
 # mypy: allow-untyped-calls
@@ -39,7 +39,7 @@ _CLOSED = " "
 # A worker takes its place in the list, and writes its record in the next line of code. Others wait this long for it.
 _WRITING_S = 5.0
 
-# More arrivals than any group has. The counter in the Store cannot be authenticated, so its range is checked.
+# More arrivals than any group has. The counter in the Store cannot be authenticated, so this module checks its range.
 _MOST_ARRIVALS = 1_000_000
 
 

@@ -16,8 +16,8 @@ Only rank 0 reads the records, and judges them when enough have come or time is 
 members, or raises the same error. Requests to the Store, and its bytes, grow linearly with the number of workers. A
 worker reads one part after the other: the Store keeps a copy of each answer that is under way.
 
-Workers wait by asking again, in growing intervals. A wait inside the Store would ignore Ctrl-C, since it is in C++, and
-would warn on stderr whenever it ends without a result.
+Workers wait by asking again, in growing intervals. A wait inside the Store would ignore Ctrl-C, since it is in C++. It
+would also warn on stderr whenever it ends without a result.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _logger = logging.getLogger(__name__)
 _QUESTIONS_PER_S = 1000
 _FIRST_QUESTIONS_PER_S = 50_000
 _LONGEST_PAUSE_S = 1.0
-# Number of arrivals that are read at once.
+# Number of arrivals that one request reads.
 _PART = 512
-# Size of one part of the packed records, in bytes. If 10,000 workers all wait for a part, the Store holds 160 MB. Its
-# values are limited to 8 MiB.
+# Size of one part of the packed records, in bytes. If 10,000 workers all wait for a part, the Store holds 160 MB. The
+# Store limits its values to 8 MiB.
 _PART_BYTES = 1 << 14
 # Rank 0 waits this long for the others to read the verdict.
 _FAREWELL_S = 4.0
@@ -164,7 +164,7 @@ def _read_packed(store: Store, own: Record, secret: Secret | None, verdict: Entr
 
 
 def _read_relay(store: Store, own: Record, secret: Secret | None, size: int) -> bytes:
-    """Return what the worker above this one sends; nothing for rank 0 and the workers right below it."""
+    """Return the bytes that the worker above this one sends; none for rank 0 and the workers right below it."""
     key = _relay_key(above(own.rank))
     if above(own.rank) <= 0 or not store.check([key]):
         return b""
@@ -288,7 +288,7 @@ def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
 
 
 class _Arrivals:
-    """The part of the list in the Store that has been read."""
+    """The part of the list in the Store that this worker has read."""
 
     def __init__(self, store: Store, own: Record, secret: Secret | None) -> None:
         self._store = store

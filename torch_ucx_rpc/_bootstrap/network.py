@@ -1,8 +1,8 @@
 """The network interface for UCX, unless the user chooses one: the interface that leads to the Store.
 
-UCX takes the fastest interface of a host, even if it does not lead to the other hosts: a bridge of containers, or a
-network card with another cable. The interface to the Store does lead there. InfiniBand is always included: its devices
-are not network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
+UCX takes the fastest interface of a host, even one that does not lead to the other hosts. Examples are a bridge of
+containers, and a network card with another cable. The interface to the Store does lead there. InfiniBand is always
+included: its devices are not network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ records to `FAN_OUT` workers, whatever the size of the group. The invariants:
 4. A worker listens before it is in the list of arrivals. So if it is a member, those below it find its relay, unless
    the worker has ended or the relay is over.
 
-The relay listens on a Unix socket with a name in Linux's abstract namespace, for workers of the same host, and, if the
-workers meet over a network, on a TCP port. The relay reads nothing.
+For workers of the same host, the relay listens on a Unix socket with a name in Linux's abstract namespace. If the
+workers meet over a network, it also listens on a TCP port. The relay reads nothing.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _check_folder(url: ParseResult) -> None:
 
 
 def check_rank(init_method: str, rank: int) -> int:
-    """Return the rank of a worker of a group without a size. A missing rank (-1) is taken from the environment."""
+    """Return the rank of a worker of a group without a size. The environment has a missing rank (-1)."""
     url = urlparse(init_method)
     if rank >= 0:
         return rank

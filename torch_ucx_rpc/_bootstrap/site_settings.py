@@ -1,7 +1,7 @@
 """Checks, before workers meet, of settings and limits of the site with which RPC fails or works badly.
 
-Only settings that UCX takes silently are checked here. UCX itself warns on stderr of variables that it does not know,
-of devices and transports that the machine does not have, and of values that make no sense.
+This module checks only settings that UCX accepts silently. UCX itself warns on stderr of unknown variables, of devices
+and transports that the machine does not have, and of invalid values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def raise_limit_of_files() -> None:
 
 
 def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems with values of ``UCX_*`` variables that UCX takes silently."""
+    """Problems with values of ``UCX_*`` variables that UCX accepts silently."""
     names = _names(environ.get("UCX_TLS", "all"))
     if names and names <= _NO_CARRIERS:
         yield Problem(

@@ -36,7 +36,7 @@ def end(workers: Iterable[Worker]) -> None:
     running = [worker for worker in workers if worker.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for worker in running:
-            # A worker of another user (setuid) is left alone.
+            # Leave a worker of another user (setuid) alone.
             with contextlib.suppress(OSError):
                 os.killpg(worker.pid, number)
         until = time.monotonic() + _PATIENCE_S

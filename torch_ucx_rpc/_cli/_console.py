@@ -36,7 +36,7 @@ def with_progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 def human_bytes(count: float) -> str:
     """A number of bytes as text, such as "1.5 MB"."""
-    # rich.filesize is not used, since --json works without rich.
+    # Do not use rich.filesize, since --json works without rich.
     power = min(4, int(math.log10(max(count, 1)) / 3))
     number = count / 1000**power
     return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

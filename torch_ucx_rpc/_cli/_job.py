@@ -39,11 +39,11 @@ _LAST_MOMENTS_S = 3.0
 # busy machine.
 _GOODBYE_S = 30.0
 
-# A machine that learns of the end of a job, or of an attempt, waits at most this long for the others to learn of it.
+# When a job or an attempt has ended, a machine waits at most this long for the others to learn of it.
 _NEWS_S = 5.0
 
-# Keys of the Store: the first failure of each attempt and the first signal of the job, as JSON; how many machines are
-# done with an attempt, or have refused to start.
+# Keys of the Store. The first two have the first failure of each attempt and the first signal of the job, as JSON. The
+# others count the machines that are done with an attempt, and those that have refused to start.
 _FAILED = "torch_ucx_rpc/run/{attempt}/failed"
 _INTERRUPTED = "torch_ucx_rpc/run/interrupted"
 _DONE = "torch_ucx_rpc/run/{attempt}/done"
@@ -52,7 +52,7 @@ _REFUSED = "torch_ucx_rpc/run/refused"
 
 @dataclasses.dataclass(frozen=True)
 class Failure(Exception):
-    """The first failure of an attempt: what has failed and where, the exit code of the job, and the worker's stderr.
+    """The first failure of an attempt: its reason and place, the exit code of the job, and the worker's stderr.
 
     ``is_final`` is True if a restart does not help.
     """
@@ -143,7 +143,7 @@ class JobAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         self._attempt = worker_group.spec.max_restarts - self._remaining_restarts
         try:
-            # Signals are noted from here on. Until then, Ctrl-C ends a job whose imports hang.
+            # From here on, signals are only noted. Until then, Ctrl-C ends a job whose imports hang.
             with (
                 self._starter.batch(self._signals.note),
                 _started_by(self._starter),
@@ -248,7 +248,7 @@ class JobAgent(LocalElasticAgent):
         return Failure(**json.loads(told))
 
     def _tell(self, worker_group: Any, key: str, news: str) -> str:
-        """Publish ``news`` to all machines, unless another was faster; return what was published."""
+        """Publish ``news`` to all machines, unless another machine was faster. Return the published news."""
         if worker_group.group_world_size > 1:
             # If the Store is gone, the other machines notice that themselves.
             with contextlib.suppress(DistError):

@@ -19,7 +19,7 @@ _TRACEBACK = b"Traceback (most recent call last):"
 # The beginning of log lines of torch's C++ code.
 _LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 
-# The lines of a worker's stderr that are kept for the report of its end, and shown if there is no traceback among them.
+# Numbers of a worker's last lines on stderr: those kept for the report of its end, and those shown without a traceback.
 _KEPT_LINES = 200
 _SHOWN_LINES = 20
 
@@ -98,7 +98,7 @@ class WorkerOutput:
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        # How often the bell was rung, and how many rings were followed by a look at all pipes.
+        # How often callers have rung the bell, and after how many rings the thread has looked at all pipes.
         self._rung = self._answered = 0
         self._answers = threading.Condition()
 

@@ -26,7 +26,7 @@ def add_ucx(report: Report) -> None:
     done = subprocess.run(
         [sys.executable, str(_PROBE), choice], capture_output=True, text=True, timeout=_PROBE_S, check=False
     )
-    # Lines in parentheses are left out: they only say how to silence the warning.
+    # Leave out lines in parentheses: they only say how to silence the warning.
     complaints = re.findall(r"UCX +(WARN|ERROR) +([^( ].*)", done.stderr)
     found: dict[str, Any] | None = None
     if done.returncode == 0:

@@ -99,8 +99,8 @@ def prepare_resource(device: int, most_bytes: int | None) -> None:
         device: number of the device.
         most_bytes: limit of the pool, which grows as needed; None for all memory of the device.
 
-    Raises ValueError if this limit cannot be set: the user has chosen the resource, or an earlier ``init_rpc`` of this
-    process made the pool with another limit.
+    Raises ValueError if this limit cannot be set. Then the user has chosen the resource, or an earlier ``init_rpc`` of
+    this process made the pool with another limit.
     """
     mr = _rmm().mr
     resource = mr.get_per_device_resource(device)

@@ -1,8 +1,8 @@
 """The variables of launchers: pure functions that find rank, world size and meeting place in an environment.
 
-These are the launchers and the variables that identify them, in the order in which they are tried. If the variables of
-several launchers are set, the earlier launcher counts. It runs inside the later one, as torchrun or mpirun does in a
-job of Slurm, or the user has set its variables::
+These are the launchers and the variables that identify them, in the order in which this module tries them. If the
+variables of several launchers are set, the earlier launcher counts. It runs inside the later one, as torchrun or mpirun
+does in a job of Slurm, or the user has set its variables::
 
     torchrun, `python -m torch_ucx_rpc run`, by hand   RANK and WORLD_SIZE
     Open MPI's mpirun                                   OMPI_COMM_WORLD_RANK
@@ -115,7 +115,7 @@ def _read_open_mpi(environ: Environ) -> Launch | None:
         return None
     # The first is set by Open MPI 4 and 5, the second by 4 without PMIx.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    # The address of mpirun is added: another host may have a job of the same number.
+    # Add the address of mpirun: another host may have a job of the same number.
     server = environ.get("OMPI_MCA_orte_hnp_uri", "")
     variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return _read_mpi(environ, "Open MPI", *variables, job=job and f"Open MPI {job} {server}")
@@ -157,7 +157,7 @@ def _read_slurm(environ: Environ) -> Launch | None:
     # SLURM_NTASKS may be the size of the whole job, of which this step is a part.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     job = " ".join(environ.get(f"SLURM_{part}", "") for part in ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    # The nodes of a step are listed in the order of their tasks. But nodes of heterogeneous steps are sorted by name,
+    # Slurm lists the nodes of a step in the order of their tasks. But it sorts nodes of heterogeneous steps by name,
     # and rank 0 is the first task of one of the groups.
     lists = [environ.get("SLURM_STEP_NODELIST", "")]
     for group in ("HET_GROUP", "PACK_GROUP"):

@@ -67,8 +67,8 @@ class NumbaCode:
     def compile(self, tensors: Sequence[tuple[torch.dtype, int, bool]]) -> tuple[int, torch.dtype, int]:
         """The address of code for tensor arguments of these dtypes, dimensions and contiguities.
 
-        The address is followed by the dtype and the number of dimensions of the returned tensor; both are meaningless
-        if the code returns no tensor. Raises TypeError for tensors that the function does not compile for.
+        The second and third values are dtype and number of dimensions of the returned tensor. They are meaningless if
+        the code returns no tensor. Raises TypeError for tensors that the function does not compile for.
         """
         described = ", ".join(
             f"{name} {dtype} of {dims} dimension{'s' * (dims != 1)}"

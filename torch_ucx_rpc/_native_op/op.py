@@ -45,7 +45,8 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
     The function gets each tensor as an array on the tensor's memory. All tensors must be on the CPU. numba compiles the
     function at the first call with given dtypes, numbers of dimensions and layouts (contiguous or not). That takes the
     GIL, and about a second. Arrays of arguments that the schema does not mark as written (``Tensor(a!)``) are
-    read-only: a function that writes to them does not compile. Calls that write to the same storage take turns.
+    read-only. A function that writes to such an array does not compile. Calls that write to the same storage take
+    turns.
 
     Args:
         schema (str): the operator's schema in torch's language, with a namespace. Arguments are ``Tensor``, ``int``,

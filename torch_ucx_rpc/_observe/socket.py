@@ -72,7 +72,7 @@ class Observed:
         self._is_closed = True
         # Wakes the thread; closing alone would not.
         self._socket.shutdown(socket.SHUT_RDWR)
-        # The thread may be blocked by a client that does not read.
+        # A client that does not read may block the thread.
         self._thread.join(_FAREWELL_S)
         self._socket.close()
 
@@ -127,7 +127,7 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
 
 def own_statistics() -> str:
     """Return this worker's statistics by RPC, as text, so that the caller unpickles only a str."""
-    # Load it on demand: each worker loads this module, but few are asked.
+    # Load it on demand: each worker loads this module, but observers ask few of them.
     from torch_ucx_rpc._observe.statistics import statistics
 
     return json.dumps(statistics().to_values())

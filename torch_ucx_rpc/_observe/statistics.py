@@ -30,8 +30,8 @@ BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
 class Latencies:
     """Durations of answered calls, from ``rpc_sync``, ``rpc_async`` or ``remote`` to completion.
 
-    Durations are counted in buckets, four to a power of two between 1.3 us and 69 s. The difference of two objects
-    covers the calls between the two; the sum combines workers or peers.
+    Buckets count the durations, four to a power of two between 1.3 us and 69 s. The difference of two objects covers
+    the calls between the two; the sum combines workers or peers.
 
     Attributes:
         counts (tuple[int, ...]): calls by bucket, without the empty buckets at the end.

@@ -1,9 +1,9 @@
 """Arrays of NumPy, CuPy, numba and RMM, in arguments and results, travel as tensors and arrive as arrays.
 
 torch's RPC pickler collects tensors, whose memory is sent unchanged, and pickles everything else. The reducers of this
-module replace an array by a tensor on the same memory, and a function that makes the array again. These arrays are
-pickled as before: objects of subclasses, arrays with Python objects in them, small arrays, arrays in device memory
-without device maps, and all arrays if the running agent is not UCX's.
+module replace an array by a tensor on the same memory, and a function that makes the array again. Some arrays are
+pickled as before: objects of subclasses, arrays with Python objects in them, small arrays, and arrays in device memory
+without device maps. If the running agent is not UCX's, all arrays are.
 """
 
 # mypy: allow-untyped-calls

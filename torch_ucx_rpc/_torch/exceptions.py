@@ -1,10 +1,10 @@
 """Exceptions of the callee keep their type on their way through torch's C++ futures.
 
-torch pickles the type and the text of an exception of a Python function, and its ``internal._handle_exception`` raises
-it again at the caller. If a future lies between, as in ``rpc_sync`` and ``rpc_async``, torch keeps only a
-``std::runtime_error`` with the text (torch 2.13; ValueError and TypeError keep their types). So this module remembers
-the exception by the text that it becomes. The extension asks for it when a ``std::runtime_error`` is about to become a
-Python exception.
+torch pickles the type and the text of an exception of a Python function. At the caller, torch's
+``internal._handle_exception`` raises it again. If a future lies between, as in ``rpc_sync`` and ``rpc_async``, torch
+keeps only a ``std::runtime_error`` with the text (torch 2.13; ValueError and TypeError keep their types). So this
+module remembers the exception by the text that it becomes. The extension asks for it when a ``std::runtime_error`` is
+about to become a Python exception.
 
 This module makes an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so
 does the ``except RuntimeError`` of programs that were written for torch's own agent.
@@ -38,7 +38,7 @@ _torchs_deserialize = internal.deserialize
 # remain torch's RuntimeErrors.
 _MOST_REMEMBERED = 1024
 
-# Each nested call doubles the text of an exception that passes through: torch writes its repr and its traceback, and
+# Each nested call doubles the text of an exception that passes through. torch writes its repr and its traceback, and
 # both contain the earlier text. Sixteen levels would be 100 MB. The first cause is at the end.
 _LONGEST_BEGINNING = 2 * 1024
 _LONGEST_END = 30 * 1024

@@ -52,14 +52,14 @@ def register() -> None:
       completes its own answer. ``RRef.to_here`` does the same without a patch: torch sends and waits in one C++
       function, and the agent waits where it sends.
     * ``Future.wait`` answers Ctrl-C, for every future. It does not drive.
-    * An exception of the callee keeps its type, in ``rpc_sync`` and in futures too, also if the callee cannot unpickle
-      the arguments.
+    * An exception of the callee keeps its type, in ``rpc_sync`` and in futures. So does the error if the callee cannot
+      unpickle the arguments.
     * Python functions can return sparse tensors of compressed layouts.
     * Arrays in arguments and results travel as tensors, and futures know their device memory.
 
     ``rpc_sync`` and ``Future.wait`` take two patches, since neither place can serve both. Only ``_invoke_rpc`` knows
     that a call is ``rpc_sync``; when ``rpc_sync`` then waits, its future looks like that of ``rpc_async``. And a wait
-    for any other future must not drive: completing calls runs callbacks on the waiting thread, which may hold a lock
+    for any other future must not drive. Completing a call runs callbacks on the waiting thread, which may hold a lock
     that the callbacks need. Futures that need Ctrl-C come from ``rpc_async``, ``then`` and ``collect_all`` as well, so
     ``_invoke_rpc`` cannot stand in for ``Future.wait``.
     """

@@ -21,7 +21,7 @@ _DELETING_S = 1.0
 
 
 def wait_all_workers(timeout: float) -> None:
-    """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost.
+    """Work like torch's ``_wait_all_workers``, but return early if a worker is lost.
 
     The loss raises nothing here: the agent's own barrier, which follows in ``join``, names the lost workers. So this
     does not call torch's function itself, which would log the error.

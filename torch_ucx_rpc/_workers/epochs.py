@@ -1,7 +1,7 @@
 """The epochs of a group as one member sees them: `Epochs`, a state machine without threads, clocks or a network.
 
 docs/development/membership.md has the protocol and the argument for it. The caller passes the time of its own clock to
-each method, sends the messages of `take_outgoing`, and reports messages, ticks and certain deaths.
+each method. It sends the messages of `take_outgoing`, and reports messages, ticks and certain deaths.
 
 The file is long, since leases, ballots and founding are one argument about the same variables.
 """
@@ -35,7 +35,7 @@ from torch_ucx_rpc._workers.messages import (
 BEAT = 0.125
 LEASE = 0.65
 VOTE = 0.3
-# Time after which members that have not promised a candidate their vote are left out of its epoch.
+# Time after which a candidate's epoch leaves out members that have not promised their vote.
 PATIENCE = 0.5
 # In a longer gap between ticks this process did not run. It heard nothing in that gap, so it blames no other member.
 _GAP = 0.25
@@ -114,7 +114,7 @@ class Epochs:
     def seek(self, others: tuple[Member, ...], now: float) -> None:
         """Join the group, or found it if all other living workers are outside. Call this before each tick.
 
-        ``others`` may include workers that have ended, but lacks none that may be a member. Workers are compared by
+        ``others`` may include workers that have ended, but lacks none that may be a member. This compares workers by
         name.
         """
         self._others = others

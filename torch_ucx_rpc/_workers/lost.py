@@ -77,7 +77,7 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
 
 
 def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
-    """Do what `on_lost` does, with all details of the end, and also for workers that leave."""
+    """Work like `on_lost`, but with all details of the end, and also for workers that leave."""
     global _watched
     agent = current_agent()
     token = next(_tokens)
@@ -169,7 +169,7 @@ def _is_failure(error: BaseException, *kinds: type[RpcError]) -> bool:
 def _type_in_text_of_tensorpipe(error: BaseException) -> str | None:
     """Return the type of exception that a text of TensorPipe's agent stands for."""
     # That agent raises RuntimeError for every failure, its own or the callee's, so only the text distinguishes them. A
-    # callee's exception may quote any other text, so it is checked first.
+    # callee's exception may quote any other text, so check for it first.
     text = str(error)
     if type(error) is not RuntimeError:
         return None

@@ -1,7 +1,7 @@
 """One-way tensors between workers: a value goes from one worker to a tag on another, and waits there to be taken.
 
-A channel is faster than a call: no function runs at the receiver, no thread is woken for it, and nothing is pickled. A
-large value goes straight into tensors that the receiver has posted. Pipelines, parameter servers and rings are built on
+A channel is faster than a call: it runs no function at the receiver, wakes no thread there, and pickles nothing. A
+large value goes straight into tensors that the receiver has posted. Pipelines, parameter servers and rings use
 channels.
 
 * `Channel`: the values of one group of workers, in one epoch at a time

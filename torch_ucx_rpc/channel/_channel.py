@@ -37,7 +37,7 @@ class Posted:
     def wait(self, timeout: float | None = None) -> Value:
         """Return the value as it was put: a tensor, or a list of tensors.
 
-        If tensors were posted, they receive the value and are returned. ``timeout`` is in seconds; None means the
+        If tensors were posted, they receive the value, and this returns them. ``timeout`` is in seconds; None means the
         agent's ``rpc_timeout``, and 0 means no limit. For the errors see `Channel.take`.
         """
         _check_timeout(timeout)
@@ -80,16 +80,16 @@ class Channel:
     ) -> Sent:
         """Send a value to the worker ``to``, where it waits under ``tag``.
 
-        Values under one tag that are on their way at the same time arrive in any order, so give each value its own tag.
-        Do not change a large tensor until ``wait`` of the result has returned, or the receiver has told you that it has
-        the value. A tensor up to 32 KiB is copied at once.
+        Two values under one tag may overtake each other, so give each value its own tag. Do not change a large tensor
+        until ``wait`` of the result has returned, or the receiver has confirmed that it has the value. `put` copies a
+        tensor up to 32 KiB at once.
 
         The call blocks while the receiver has not taken 8 MiB of this worker's small tensors, or not fetched 256 MiB of
         its large ones.
 
         Args:
             to (str): name of the receiver; it may be this worker.
-            tag (str): where the value waits. The same tag may be used again when its value has been taken.
+            tag (str): where the value waits. You may use a tag again when the receiver has taken its value.
             value (Tensor or list): a tensor, or a list of tensors.
             timeout (float | None): limit of the blocking in seconds (default: None, the agent's ``rpc_timeout``). 0
                 means no limit.
@@ -136,7 +136,8 @@ class Channel:
         self._post(source, tag, _tensors(into, "into")).wait(timeout)
 
     def post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None = None) -> Posted:
-        """Announce that a value is expected, before it comes. The value then travels while this worker does other work.
+        """Announce that this worker expects a value, before it comes. The value then travels while this worker does
+        other work.
 
         Args:
             source (str): name of the sender.

@@ -49,7 +49,7 @@ def load(
     planner: LoadPlanner | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
+    """Read the checkpoint of `save` at ``path`` into ``state``. The number of workers and of stages may differ.
 
     `load` compares names, shapes and numbers of parameter groups on all workers before it changes any. It waits for an
     unfinished save into the folder.
@@ -160,8 +160,8 @@ def _read(session: str, plan: LoadPlan) -> None:
 
 
 def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
-    """Divide a plan so that large tensors are read one at a time: torch's reader would keep one while it reads the
-    next."""
+    """Divide a plan so that the reader reads large tensors one at a time: torch's reader would keep one while it reads
+    the next."""
     small = []
     for item in plan.items:
         if math.prod(item.lengths) < _LARGE:

@@ -40,8 +40,8 @@ def of_torch(value: Any) -> Any:
 class Scripted:
     """State of an optimizer in TorchScript, by the place of each parameter.
 
-    Its options are constants of the script, and are not saved. Its dict of states is a copy in Python, so values are
-    written into its tensors.
+    Its options are constants of the script, and no part of a checkpoint. Its dict of states is a copy in Python, so
+    `load_state_dict` writes values into its tensors.
 
     Args:
         local: torch's ``_ScriptLocalOptimizer``.
@@ -97,8 +97,8 @@ class Scripted:
 
 
 def room_for(saved: Mapping[Path, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a tensor for each saved one, and None for other values. Tensors of ``own``, the present state, are
-    reused."""
+    """Make a tensor for each saved one, and None for other values. This reuses tensors of ``own``, the present
+    state."""
     there: dict[Path, Any] = {}
     traverse_state_dict(dict(own), there.__setitem__)
     room: dict[str, Any] = {}

@@ -111,7 +111,7 @@ def _of_stateful(value: Any) -> Part:
 
 def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
     def apply(state: dict[str, Any]) -> None:
-        # Tensors have been read in place; other values replace the old ones.
+        # The read has filled tensors in place. Other values replace the old ones.
         holder.update({key: state[key] for key in plain if key in state})
 
     return Part(None, lambda: plain, lambda saved: dict(plain), apply)

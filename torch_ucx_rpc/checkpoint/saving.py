@@ -59,7 +59,7 @@ _turns = threading.Lock()
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str] | None = None, **wishes: Any) -> SaveFuture:
-    """Do `save` with ``asynchronous=True``: return its future once all is copied."""
+    """Do `save` with ``asynchronous=True``: return its future once all workers have copied their parts."""
     future = save(state, path, asynchronous=True, **wishes)
     assert future is not None
     return future
@@ -84,8 +84,7 @@ def save(
             path counts from this process's directory. `save` removes the files of an earlier checkpoint there once the
             new one is whole.
         asynchronous (bool): return as soon as each worker has copied its part, and write in the background (default:
-            False). Saves into one folder are written one after the other, those of one process in the order of their
-            calls.
+            False). Saves into one folder take turns, those of one process in the order of their calls.
         storage_writer (StorageWriter): DCP's, such as ``FsspecWriter("s3://...")`` (default: None, files in a folder).
             Each worker gets a pickled copy. Its own rules decide what a save does to an earlier checkpoint; saves do
             not take turns.

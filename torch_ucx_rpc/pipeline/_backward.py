@@ -1,7 +1,7 @@
 """The backward of one micro-batch through one stage: whole, or as gradient of the inputs now and of the weights later.
 
-The result equals autograd's for the undivided model bit for bit. To that end, gradients of a value that several stages
-use are summed in autograd's order, last stage first.
+The result equals autograd's for the undivided model bit for bit. To that end, stages sum the gradients of a value that
+several of them use in autograd's order, last stage first.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class HalfDone(NamedTuple):
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
     """Add the gradients of ``inputs`` to their ``grad``, and put off those of the weights.
 
-    torch's analysis of the graph finds the nodes at which the paths to weights leave the path to the inputs. The
-    gradients that arrive there are kept, so nothing is computed twice.
+    torch's analysis of the graph finds the nodes at which the paths to weights leave the path to the inputs. `HalfDone`
+    keeps the gradients that arrive there, so nothing is computed twice.
     """
     roots, gradients = list(roots), list(gradients)
     if not roots or not inputs:
@@ -64,7 +64,7 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     ends, begins, own = ([node for node in map(find, some) if node is not None] for some in (roots, inputs, weights))
     reverse = torchs.construct_reverse_graph(ends)
     way_to_inputs, _ = torchs.reverse_closure(begins, set(), reverse)
-    # Weights with a path to an output that does not meet the inputs' path are left to `weights_half`.
+    # Leave weights with a path to an output that does not meet the inputs' path to `weights_half`.
     beside = _reached_from(node for node in ends if node not in way_to_inputs)
     parts = []
     for group in torchs.get_param_groups(begins, own, reverse):

@@ -10,15 +10,15 @@
    may learn from another that the epoch is over. It then stops its call, and waits for the cut.
 3. The next epoch begins when each host has reported that it begins it, or has been given up. Only then does the driver
 send orders again. 4. The number keeps epochs apart. Orders, values between stages and results travel in boxes of the
-receiver, and a box drops everything that is not of its epoch. The driver no longer uses the box of a worker that it has
-given up. If that worker comes back, it learns that its host is closed.
-5. A worker is given up if its end is certain, if it has not answered a question for ``rpc_timeout``, or if its stage is
-   busy when ``step_timeout`` is over. No other timeout means anything.
+receiver. A box drops everything that is not of its epoch. The driver no longer uses the box of a worker that it has
+given up. If that worker comes back, it learns that its host is closed. 5. The driver gives a worker up if its end is
+certain, or if it has not answered a question for ``rpc_timeout``. The driver also gives it up if its stage is busy when
+``step_timeout`` is over. No other timeout means anything.
 6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier gradient or
    optimizer step counts, and `recovery` repeats the journal since.
 
-Gradients and steps of optimizers are applied as they are carried out. A call that fails is undone everywhere: gradients
-are those from before it. If an optimizer fails on one worker, the others have taken their step.
+Hosts apply gradients and steps of optimizers as they carry out each order. All hosts undo a call that fails: gradients
+are then those from before it. If an optimizer fails on one worker, the others have taken their step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Place:
 
 
 class _Message(NamedTuple):
-    """One or more orders that all workers have been given."""
+    """One or more orders that the driver has given to all workers."""
 
     number: int
     name: str
@@ -175,7 +175,8 @@ class Crew:
         self._quiet[name] = arguments
 
     def forget(self, call: int) -> None:
-        """Let the workers free what they keep of a call. The garbage collector may call this, in any thread."""
+        """Let the workers free the state that they keep of a call. The garbage collector may call this, in any
+        thread."""
         self._forgotten.append(call)
 
     def send(self, name: str, *arguments: Any) -> None:
@@ -282,7 +283,7 @@ class Crew:
         epoch = _Epoch(ended.number + 1, self.places, self.box, ended.news)
         epoch.gone.update(ended.gone)
         self.present, self._number = epoch, 0
-        # Orders that were to travel with another may not have been carried out everywhere. Repeating them does no harm.
+        # Some hosts may not have carried out orders that were to travel with another. Repeating them does no harm.
         for message in reversed(ended.messages):
             self._quiet = {**message.quiet, **self._quiet}
         self._gather("begins")
@@ -379,7 +380,7 @@ class _Watch:
                 epoch.give_up(row, reason)
             elif question.answer == "busy" or question.silence_s > _ASKING_S:
                 busy.append(row)
-        # Each worker has been asked at least once.
+        # By now this object has asked each worker at least once.
         if now - self._begin > max(self._limit_s, 2 * _SLICE_S) and epoch.cut is None:
             for row in busy or rows:
                 state = "busy" if busy else "waiting"

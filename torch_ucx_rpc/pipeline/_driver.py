@@ -51,11 +51,11 @@ class DistributedPipeline:
             by the time that layers take for ``sample``, measured on the driver.
         sample (Tensor, tuple or dict): a batch, for profiling and tracing: a tensor, a tuple of arguments, or a dict of
             keyword arguments (default: None).
-        split_spec (dict): torch's split points, ``{"layers.8": SplitPoint.BEGINNING}`` (default: None). With them the
-            model is traced.
+        split_spec (dict): torch's split points, ``{"layers.8": SplitPoint.BEGINNING}`` (default: None). With them torch
+            traces the model.
         schedule (str): ``"gpipe"``, ``"1F1B"`` (the default), ``"interleaved"``, ``"zero-bubble"``; the name of a class
             of torch's schedules; or a text in torch's format.
-        chunks (int): micro-batches of a step (default: 1). A smaller batch is divided into as many as it has samples.
+        chunks (int): micro-batches of a step (default: 1). A smaller batch has as many micro-batches as samples.
         stages_per_worker (int): number of stages on each worker (default: the number in a text; 2 for
             ``"interleaved"``, and for torch's classes that take several stages for each worker; else 1).
         rematerialize (bool): keep only the inputs of stages, and compute activations again in the backward (default:
@@ -177,8 +177,8 @@ class DistributedPipeline:
         """Run forward and backward of a batch, and add its gradients to those on the workers.
 
         Args:
-            *args: positional arguments of the model. Tensors are divided into micro-batches along dimension 0, evenly
-                or nearly so; everything else goes to each.
+            *args: positional arguments of the model. `step` divides tensors into micro-batches along dimension 0,
+                evenly or nearly so. Everything else goes to each micro-batch.
             **kwargs: keyword arguments of the model, divided in the same way.
             target: second argument of the loss, divided in the same way (default: None, the loss gets the output
                 alone).
@@ -189,12 +189,13 @@ class DistributedPipeline:
                 False).
 
         Returns the mean of the micro-batches' losses, a scalar tensor without gradient; with ``return_outputs`` a tuple
-        of it and the output. If the loss returns ``(sum, count)``, loss and gradients are those of the sum over the
-        whole batch, divided by the count of the whole batch.
+        of it and the output. If the loss returns ``(sum, count)``, the result is the sum over the whole batch, divided
+        by the count of the whole batch. The gradients are divided
+        in the same way.
 
         Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare is left. Either way
-        the workers have undone the step: its gradients are removed, and its memory is free. Statistics of batch norms
-        keep what they have counted.
+        the workers have undone the step: they have removed its gradients, and freed its memory. Statistics of batch
+        norms stay as the step has left them.
         """
         scale = None if scaler is None else scaler.scale_of_step()
         return self._run("step", args, kwargs, target, losses, return_outputs, scale=scale)
@@ -231,9 +232,9 @@ class DistributedPipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch. In grad mode its backward works once, and runs on the stages.
 
-        Outputs of the micro-batches are concatenated along dimension 0. Outputs that do not fit become a list. Any
-        number of calls may wait for their backward, so loops over the model work. Once the output of a call is gone,
-        the workers free its memory with the next call.
+        The result concatenates the outputs of the micro-batches along dimension 0. Outputs that do not fit become a
+        list. Any number of calls may wait for their backward, so loops over the model work. Once the output of a call
+        is gone, the workers free its memory with the next call.
         """
         if torch.is_grad_enabled():
             return call_with_autograd(self._batches, args, kwargs)

@@ -39,7 +39,7 @@ __all__ = ["Cut", "Host", "apply", "close", "collect", "create", "cut", "prepare
 
 
 class Cut(NamedTuple):
-    """The end of an epoch: no messages from number ``at`` on are carried out in it."""
+    """The end of an epoch: hosts carry out no message from number ``at`` on in it."""
 
     epoch: int
     """The next epoch."""
@@ -215,7 +215,7 @@ def collect(host: str, what: tuple[Any, ...]) -> Any:
     """Return a part of a host's state. This function and the next two serve checkpoints."""
     state = part_of(_hosts[host].stages, *what).collect()
     if what == ("gradients",):
-        # DCP has no sparse tensors. In a tuple they are pickled, and a pickle should not need a device.
+        # DCP has no sparse tensors. DCP pickles them in a tuple, and a pickle should not need a device.
         return {name: one if one.layout == torch.strided else (one.cpu(),) for name, one in state.items()}
     return state
 

@@ -147,7 +147,7 @@ class Run:
         packets: dict[int, Packet] = {slot[3]: self._exchange.take(slot) for slot in self._needs(action)}
         if stage.index in request.inputs:
             packets[INPUT] = request.inputs[stage.index][number]
-            # Free it after use: the backward needs only what autograd has saved of it.
+            # Free it after use: the backward needs only the parts that autograd has saved.
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()

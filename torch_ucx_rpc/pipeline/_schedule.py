@@ -4,8 +4,8 @@ A schedule has a *row* for each worker: the actions it takes, in order. An actio
 micro-batch 3 through stage 2, ``1B0`` the backward of micro-batch 0 through stage 1. A backward is either whole (``B``)
 or in two halves: ``I`` for the gradient of the stage's input, ``W`` for those of its weights. The text is that of
 ``torch.distributed.pipelining`` (``PipelineScheduleMulti._dump_csv``): a line for each worker, commas between actions,
-empty cells for idle time. Cells about communication (``SEND_F``, ``RECV_B``, ``UNSHARD``, ``REDUCE_GRAD``, ...) are
-passed over: here values travel when they are made.
+empty cells for idle time. Cells about communication (``SEND_F``, ``RECV_B``, ``UNSHARD``, ``REDUCE_GRAD``, ...) have no
+effect: here values travel when they are made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Schedules:
     Args:
         name: name of a schedule, or a text in torch's format.
         workers: number of workers; each runs one row.
-        per_worker: number of stages; None: what the schedule says, or its default.
+        per_worker: number of stages; None for the number in the schedule, or its default.
         chunks: number of micro-batches of most steps.
 
     Raises ScheduleError if the schedule cannot run.

@@ -315,8 +315,8 @@ class Stage:
 
 
 def _chain_source(spec: StageSpec) -> int | None:
-    """Return the one stage whose whole output is the one argument, as in an nn.Sequential, so that there is no
-    structure to fill."""
+    """Return the one stage whose whole output is the one argument, as in an nn.Sequential. Then there is no structure
+    to fill."""
     if spec.arguments is None or spec.arguments[1] or len(spec.arguments[0]) != 1 or len(spec.edges_in) != 1:
         return None
     source = getattr(spec.arguments[0][0], "source", INPUT)

@@ -1,8 +1,8 @@
 """The values between stages: any nesting of tuples, lists, dicts and dataclasses, with tensors, None and anything else
 that can be pickled.
 
-A *packet* carries such a value from one stage to the next: the value with its tensors detached, and the positions of
-the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
+A *packet* carries such a value from one stage to the next. It has the value with its tensors detached, and the
+positions of the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return function(value)
-    # Usual containers are mapped by hand in a tenth of pytree's time: each micro-batch has some.
+    # Map usual containers by hand, in a tenth of pytree's time: each micro-batch has some.
     if kind is tuple or kind is list:
         return kind([map_tensors(function, one) for one in value])
     if kind is dict:
@@ -169,7 +169,7 @@ def batch_size(values: Any) -> int | None:
 
 
 def split(values: Any, count: int) -> list[Any]:
-    """Divide ``values`` into ``count`` micro-batches: tensors along dimension 0; everything else is repeated.
+    """Divide ``values`` into ``count`` micro-batches: divide tensors along dimension 0, and repeat everything else.
 
     If the size does not divide, the first ones are larger by one, as with `torch.tensor_split`.
     """
@@ -191,7 +191,7 @@ def split(values: Any, count: int) -> list[Any]:
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Join the outputs of micro-batches: tensors are concatenated along dimension 0, scalars stacked.
+    """Join the outputs of micro-batches: concatenate tensors along dimension 0, and stack scalars.
 
     Other leaves become a list: tensors whose sizes do not fit, and values that are not equal. So do outputs of
     different structures.

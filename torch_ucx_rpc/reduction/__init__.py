@@ -11,8 +11,9 @@
     model = reduction.DataParallel(model, server)            # or without a process group
     means = reduction.push_pull(server, gradients)           # or by hand, also with the optimizer on the server
 
-A step is a transaction: its trainers put their gradients into slots of the hosts, get the means, and apply them when
-the decider of the epoch has closed the step. docs/development/reduction.md has the protocol. From the bottom up:
+A step is a transaction. Its trainers put their gradients into slots of the hosts, and get the means. They apply the
+means when the decider of the epoch has closed the step. docs/development/reduction.md has the protocol. From the bottom
+up:
 
 * ``_messages``       messages between trainers, hosts and the decider
 * ``_ledger``         the steps of a model, as state machines without threads and network

@@ -50,11 +50,11 @@ class _Bucket:
 
 
 class DataParallel(nn.Module):
-    """A copy of a model that is kept equal to those of other trainers: they may come and go, and may be killed.
+    """A copy of a model that stays equal to the copies of other trainers. Trainers may come and go, and may be killed.
 
-    Each trainer wraps its model and goes on as with one process. Within ``backward()`` the gradients of all trainers
-    are averaged, bucket by bucket, while the backward computes the rest. When it returns, ``parameter.grad`` has the
-    mean.
+    Each trainer wraps its model and goes on as with one process. Within ``backward()`` the server averages the
+    gradients of all trainers, bucket by bucket, while the backward computes the rest. When it returns,
+    ``parameter.grad`` has the mean.
 
     The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets the
     model of another trainer, and takes part from its next step on. It also gets the optimizer's state if both trainers

@@ -61,7 +61,7 @@ def state(
 ) -> State:
     """Make the state that `hook` needs, for one model.
 
-    The first step waits for all ranks of the process group, whatever `serve` was given.
+    The first step waits for all ranks of the process group, even if `serve` was given another number of trainers.
 
     Args:
         server (Server): result of `serve`.

@@ -132,7 +132,7 @@ class Decider:
         self._answers.append((future, True))
 
     def update(self, name: str, key: str, report: Report, future: Future[Any]) -> None:
-        """Take a trainer's report. A trainer that waits is answered with the next opening, or a refusal."""
+        """Take a trainer's report. A trainer that waits gets the next opening, or a refusal, as the answer."""
         if (waiting := self._waiting.pop((key, name), None)) is not None:
             self._answers.append((waiting, None))
         if self._server(server_of(key)) is None:

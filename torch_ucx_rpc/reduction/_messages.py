@@ -122,7 +122,7 @@ class Opening(NamedTuple):
 def hosts_of(spec: Spec, living: Iterable[str], kept: dict[str, Kept], may_keep: bool = False) -> tuple[str, ...]:
     """Return the living host of each shard; none if trainers share the work.
 
-    If several hosts have the parameters of a shard, the one with the latest step is taken. If none has them, and
+    If several hosts have the parameters of a shard, this takes the one with the latest step. If none has them, and
     ``may_keep`` says that a silent host may, there are no hosts: the shard waits for that host.
     """
     names = [name for name in spec.hosts if name in living]

@@ -1,7 +1,8 @@
 """This worker among the others: `Office`, which knows the epoch and carries the messages of trainers, hosts and
 decider.
 
-A message of another epoch than this worker's is dropped, or waits until this worker enters that epoch.
+The office drops a message of an earlier epoch than this worker's. A message of a later epoch waits until this worker
+enters that epoch.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -83,7 +84,7 @@ class Office:
         self.host = Host(self)
         self.numbers = itertools.count()
         self._openings: dict[str, Opening] = {}
-        # The last generations of models that were dropped in this epoch: late openings of them are not taken.
+        # The last generations of models that were dropped in this epoch: this worker ignores late openings of them.
         self._dropped: dict[str, int] = {}
         # The decider, if this worker decides.
         self._decider: Decider | None = None

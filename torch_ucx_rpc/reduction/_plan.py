@@ -1,8 +1,8 @@
 """The spread of work over the shards of a server: whole tensors (`spread`), and buckets of gradients (`plan`, `cut`).
 
-Each bucket goes whole to one host, if that gives the hosts about equal shares: the answer is then the bucket's result,
-without a copy. Otherwise each bucket is cut into parts of 1 MiB or more, one for each host at most. All trainers plan
-alike, since all have the same tensors and buckets.
+Each bucket goes whole to one host, if that gives the hosts about equal shares. The answer is then the bucket's result,
+without a copy. Otherwise `cut` makes parts of 1 MiB or more from each bucket, one for each host at most. All trainers
+plan alike, since all have the same tensors and buckets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`push_pull`: gradients are pushed and results pulled by hand."""
+"""`push_pull`: a program pushes gradients and pulls results by hand."""
 
 # mypy: allow-untyped-calls
 

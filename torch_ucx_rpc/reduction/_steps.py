@@ -84,9 +84,9 @@ class Steps:
     ) -> None:
         """``copy`` gives a late trainer the state of another. With ``keeps`` the hosts have the parameters.
 
-        With ``is_cut`` each bucket is one flat tensor, of which each host gets a part; otherwise each of its tensors
-        goes whole to one host. ``sizes`` describes the buckets of each step, if known: numbers of elements, and bytes
-        of one element.
+        With ``is_cut`` each bucket is one flat tensor, of which each host gets a part. Otherwise each tensor of a
+        bucket goes whole to one host. ``sizes`` describes the buckets of each step, if known: numbers of elements, and
+        bytes of one element.
         """
         self.key = f"{server}/{name}"
         self.name = name
@@ -211,8 +211,8 @@ class Steps:
     def finish(self) -> list[list[Tensor]]:
         """Wait until the step is closed, and return the means of each bucket. The next step begins.
 
-        Raises ValueError if the gradients do not fit the others', and RuntimeError if the step was not closed within
-        ``rpc_timeout``, or this trainer is cut off. The step may be put again then.
+        Raises ValueError if the gradients do not fit the others'. Raises RuntimeError if the step was not closed within
+        ``rpc_timeout``, or if this trainer is cut off. The step may be put again then.
         """
         self._is_finishing = True
         try:

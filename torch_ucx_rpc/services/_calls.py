@@ -120,8 +120,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
         timeout (float): limit in seconds, 0 for none, as in ``rpc_sync`` (default: ``rpc_timeout``). If the service has
             a parameter of this name, pass that by position.
 
-    If the replica is lost and the service is idempotent, the call is repeated with another one, as often as there are
-    replicas. A replica that no longer offers the name has executed nothing, so another one is called.
+    If the replica is lost and the service is idempotent, this worker repeats the call with another one, as often as
+    there are replicas. A replica that no longer offers the name has executed nothing, so another one is called.
 
     Raises the service's exception. Raises `UnknownName` if no worker offers the name, and `ReplicasLost` if the replica
     was lost and the call cannot be repeated.

@@ -265,7 +265,7 @@ class Directory:
                 self._send(one)
 
     def _send(self, one: Member) -> None:
-        """Send a member the changes that it lacks. Changes until its answer are sent together afterwards."""
+        """Send a member the changes that it lacks. Changes until the member's answer go together afterwards."""
         heard = self._heard.get(one, (0, 0))
         if one.name == self.info.name or one in self._sending or heard >= self._at:
             return

@@ -88,7 +88,8 @@ class Starter:
     def batch(self, begins: Callable[[], None]) -> Iterator[None]:
         """`start` starts workers inside this block. After the block, they are children of this process.
 
-        ``begins`` is called when the starter is ready. Raises OSError or RuntimeError if no worker can be started.
+        The block calls ``begins`` when the starter is ready. Raises OSError or RuntimeError if no worker can be
+        started.
         """
         self.workers = []
         self._prepare()
@@ -178,7 +179,7 @@ class Starter:
                     sys.stderr.buffer.write(said or b"")
                     sys.stderr.buffer.flush()
                 elif self._link in ready:
-                    # All its earlier output has been read.
+                    # This loop has read all earlier output of the process.
                     line = self._answers.readline()
                     if line:
                         reason: str | None = json.loads(line)["reason"]

@@ -74,7 +74,7 @@ def _text(program: Sequence[str]) -> str:
 
 
 def _file_of(module: str) -> str | None:
-    """The file that ``python -m`` runs. No package is imported to find it."""
+    """The file that ``python -m`` runs. This imports no package to find it."""
     path: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     spec = None
     for part in module.split("."):

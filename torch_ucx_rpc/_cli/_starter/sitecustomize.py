@@ -1,7 +1,7 @@
 """The process that starts the workers of ``run`` on this machine. The package's docstring has the protocol.
 
-Python imports this as ``sitecustomize`` in the starter alone. Only modules of the standard library are imported here:
-torch may be missing or broken.
+Python imports this as ``sitecustomize`` in the starter alone. At its top, it imports only modules of the standard
+library: torch may be missing or broken.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _files() -> dict[str, str]:
     """The open files of this process, by number."""
     files = {}
     for entry in list(Path("/proc/self/fd").iterdir()):
-        # The listing's own descriptor has been closed.
+        # The listing has closed its own descriptor.
         with contextlib.suppress(FileNotFoundError):
             files[entry.name] = str(entry.readlink())
     return files
