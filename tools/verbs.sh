@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the project over verbs, between two emulated machines with Soft-RoCE: calls, kills, cuts. Needs root, Debian, and
-# apt install mmdebstrap qemu-system-x86 e2fsprogs.
+# its packages mmdebstrap, qemu-system-x86 and e2fsprogs.
 #
 #   sudo tools/verbs.sh                     all trials
 #   sudo tools/verbs.sh calls killed

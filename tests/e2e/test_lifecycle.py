@@ -474,7 +474,7 @@ def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: 
         ),
     ],
 )
-def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:
+def test_an_interpreter_ends_despite_unfinished_work(lines: str, tmp_path: Path) -> None:
     # torch and the agent complain, but nothing hangs or fails.
     for ended in end("", tmp_path, lines=lines):
         assert ended.returncode == 0, ended.stderr

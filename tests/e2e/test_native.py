@@ -245,7 +245,7 @@ LOADED_WITH = """
 """
 
 
-def test_one_thread_shortens_ucxs_wait_but_not_its_childrens() -> None:
+def test_with_one_thread_ucx_waits_less_but_not_in_children() -> None:
     run_fresh(
         LOADED_WITH
         + """

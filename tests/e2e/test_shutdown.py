@@ -167,7 +167,7 @@ def die_in_shutdown(rank: int, dying: int, moment: str) -> float:
 
 @pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize("moment", ["torch's barrier", "RRefs are deleted", "the last rounds"])
-def test_death_within_shutdown_ends_it_for_all_and_is_named(
+def test_a_death_ends_the_shutdown_for_all_and_is_named(
     run_workers: Callable[..., list], dying: int, moment: str
 ) -> None:
     took = run_workers(3, die_in_shutdown, dying, moment, exit_codes={dying: 5}, shutdown=False, silent=False)

@@ -267,7 +267,7 @@ def test_a_worker_that_cannot_be_watched_works(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_top_without_a_worker_says_where_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_without_a_worker_says_where_to_start_top(capsys: pytest.CaptureFixture[str]) -> None:
     from _torch_ucx_rpc_cli import ExitCode, main
 
     assert main(["top", "--once", "--pid", str(os.getpid())]) == ExitCode.NO_JOB

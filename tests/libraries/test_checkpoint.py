@@ -29,7 +29,7 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 def read_plainly(state: dict[str, Any], checkpoint_id: Any) -> None:
-    """Read in one process, without workers. torch warns that it is alone."""
+    """Read in one process, without workers. torch warns that the process is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=checkpoint_id, no_dist=True)

@@ -226,7 +226,7 @@ def suspect(rank: int, steps: Steps) -> None:
     steps.meet("over", rank, 4)
 
 
-def test_workers_that_come_at_once_found_one_group(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_workers_that_come_at_once_make_one_group(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(4, come_at_once, Steps(tmp_path), init=False)
 
 

@@ -317,7 +317,7 @@ def test_stages_that_die_at_random_moments_change_no_loss(tmp_path, backend):
 
 
 def recall(folder: str, kill_after: int | None) -> list[float]:
-    """Change all inputs of a step after the save, and lose the worker while they differ from the saved ones."""
+    """Change all inputs of a step after the save, and lose a worker while the inputs differ from the saved ones."""
     spares = ["worker3"] if kill_after is not None else []
     pipe = make_pipe(small_model(), spares=spares)
     early = pipe.optimizer(torch.optim.SGD, lr=0.3)

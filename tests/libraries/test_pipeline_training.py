@@ -351,7 +351,7 @@ def train_with_other_code(folder: str) -> None:
     del pipe, rref
 
 
-def test_a_stage_whose_code_only_its_worker_has_trains(tmp_path):
+def test_a_stage_trains_though_only_its_worker_has_its_code(tmp_path):
     drive(train_with_other_code, 3, str(tmp_path))
 
 

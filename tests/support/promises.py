@@ -187,7 +187,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "The error names all dead workers": (
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_graceful_shutdown_with_a_dead_worker_raises",
-            "test_death_within_shutdown_ends_it_for_all_and_is_named",
+            "test_a_death_ends_the_shutdown_for_all_and_is_named",
             "test_graceful_shutdown_notices_a_dead_host_it_never_called",
             "BarrierTest",
         ),

@@ -23,7 +23,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return happened
 
 
-def test_named_devices_get_contexts_the_first_one_last(events: list[Any]) -> None:
+def test_named_devices_get_contexts_and_the_first_comes_last(events: list[Any]) -> None:
     context.make_contexts(
         UcxRpcBackendOptions(device_maps={"ps": {1: 0}, "cpu": {"cpu": 0}}, reply_device_maps={"ps": {"cpu": 0}})
     )

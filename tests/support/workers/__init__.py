@@ -11,7 +11,7 @@
 * ``keep_process_group()`` works around a hang in torch. (``_processes``)
 * ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``stacks_file()``,
   ``native_stacks()``: the parts, shared with the conformance suites. (``_processes``)
-* ``stop(pid)`` stops a process like a debugger. (``_processes``)
+* ``stop(pid)`` stops a process as a debugger does. (``_processes``)
 * ``eventually(condition)`` waits for a state of a remote worker. (``_eventually``)
 * ``Stalls()`` measures how long this process was kept from running, for bounds on times. (``_stalls``)
 * ``Steps(directory)`` orders the steps of processes, without RPC. (``_steps``)
