@@ -59,7 +59,7 @@ UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lane
 TENSORPIPE_UV = Transport(
     "TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
 )
-# On one host either transport of TensorPipe may be the faster one.
+# On one host either transport of TensorPipe may be faster.
 ON_ONE_HOST = (UCX, TENSORPIPE, TENSORPIPE_UV)
 TRANSPORTS = (UCX, TENSORPIPE, UCX_TCP, TENSORPIPE_UV)
 

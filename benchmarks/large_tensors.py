@@ -1,7 +1,7 @@
 """How fast do large tensors travel?
 
 The echo of 1 MiB and of 64 MiB between two workers on one host. It is compared with the limits of the machine: a memcpy
-of 64 MiB within warm memory, and UCX's own ucx_perftest with messages of 64 MiB. The latter uses the workers' lanes,
+of 64 MiB within warm memory, and UCX's own ucx_perftest with messages of 64 MiB. ucx_perftest uses the workers' lanes,
 which exclude cma, since cma cannot report dead peers.
 """
 

@@ -36,7 +36,7 @@ def nothing() -> None:
 
 
 def call_all_others(calls: int) -> None:
-    """Make ``calls`` calls from this worker to each other one, all at once."""
+    """Make ``calls`` calls from this worker to each other worker, all at once."""
     others = [info.id for info in _get_current_rpc_agent().get_worker_infos()]
     me = rpc.get_worker_info().id
     torch.futures.wait_all([rpc.rpc_async(rank, nothing) for _ in range(calls) for rank in others if rank != me])

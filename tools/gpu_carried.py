@@ -13,7 +13,7 @@ import build_environment
 
 ROOT = build_environment.ROOT
 
-# The downloads of `prepare`. Most images with torch have the rest.
+# The downloads of `prepare`. Most images with torch have the other packages.
 CARRIED = ("expecttest", "iniconfig", "execnet", "pluggy", "pytest>=9.0", "pytest-timeout", "pytest-xdist")
 # The files that the build leaves in the package, beside the extension.
 BUILT = ("_build_info.py", "_torch_headers.txt")

@@ -52,7 +52,7 @@ def write_stacks(session: int, log: int, at_most_s: float, path: str | None = No
 
 def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None:
     """Send Ctrl-C, so that pytest writes its results. Then send SIGABRT, so that Python writes its stacks. Then kill
-    the rest.
+    what is left.
 
     A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """

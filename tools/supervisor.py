@@ -69,7 +69,7 @@ class Step:
 
 
 class Supervisor:
-    """Runs the steps of one command; `run` and `pytest` run programs for them."""
+    """Runs the steps of one command; `run` and `pytest` run programs for the steps."""
 
     def __init__(self, out: Path, *, all_s: float, python: Path) -> None:
         self.out = out

@@ -57,7 +57,8 @@ class PreloadedProcesses:
 
 
 def _how_it_ended(process: BaseProcess) -> str:
-    """Say how a process of a failed test ended. -15 comes from torch, which ends the rest after the first error."""
+    """Say how a process of a failed test ended. -15 comes from torch, which ends the other processes after the first
+    error."""
     process.join(5)
     stacks = stacks_file(_STACKS, process.pid)
     return f"{process.name}: exit code {process.exitcode}\n{stacks.read_text() if stacks.exists() else ''}"

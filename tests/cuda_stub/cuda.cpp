@@ -110,7 +110,8 @@ CUresult cuCtxSetFlags(unsigned /*flags*/) {
   return currentContext() == nullptr ? kInvalidContext : kSuccess;
 }
 
-// UCX asks for functions that older drivers lack: cuCtxSetFlags, and one for DMA-BUF. The stub lacks the latter too.
+// UCX asks for functions that older drivers lack: cuCtxSetFlags, and one for DMA-BUF. The stub lacks the one for
+// DMA-BUF too.
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int /*version*/, uint64_t /*flags*/, int* status) {
   CALLED_EARLY();
   const bool isThere = std::strcmp(symbol, "cuCtxSetFlags") == 0;

@@ -56,7 +56,7 @@ inline void require(bool holds, const std::string& what) {
 }
 
 // UCX's CUDA transports are linked against both libraries of the driver. This program is linked against libcuda.so.1,
-// so it loads the other one.
+// so it loads the other library.
 inline void haveTheDriver() {
   require(dlopen(CUDA_STUB_NVML, RTLD_NOW | RTLD_GLOBAL) != nullptr, "no libnvidia-ml.so.1");
 }

@@ -131,7 +131,7 @@ def come_and_go(rank: int, steps: Steps) -> None:
         assert_answers(1)
         rref = rpc.remote("worker0", double, args=(torch.ones(2),))
         assert rref.to_here().sum() == 4
-        # The worker that stays calls the new one too.
+        # The worker that stays calls the new worker too.
         assert rpc.rpc_sync("worker1", call_back, args=(rank,)) == f"worker{rank}"
         del rref
         rpc.shutdown()

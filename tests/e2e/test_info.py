@@ -250,7 +250,7 @@ def test_a_broken_installation_is_reported_with_the_cure(
     [told] = [p for p in report["problems"] if p["problem"].startswith(problem)]
     assert cure in told["cure"]
     assert told["problem"].count("(") == told["problem"].count(")")
-    # The report still has the rest.
+    # The report still has the other facts.
     assert report["UCX"]["version"]
     assert report["machine"]["host"]
 

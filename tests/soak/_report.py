@@ -85,7 +85,7 @@ class Report:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def write(self, directory: Path) -> Path:
-        """Write ``report.json`` and ``report.md``; return the latter."""
+        """Write ``report.json`` and ``report.md``; return the path of ``report.md``."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "report.json").write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
         page = directory / "report.md"

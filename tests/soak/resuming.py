@@ -4,7 +4,7 @@
 
 The workers and calls are those of the general soak, in a group of fixed size or a dynamic one. No worker dies, so no
 call may fail. Only names, and pushes without an epoch, may fail while a group leaves out the workers of a silent host.
-Each worker also calls each other one all the time, with small calls: the first answer after a repair comes within
+Each worker also calls each other worker all the time, with small calls: the first answer after a repair comes within
 `_SOON_S`.
 """
 
@@ -44,7 +44,7 @@ _SHORTEST_S, _LONG_S, _LONGEST_S = 1.0, 10.0, 40.0
 _SOON_S = 2.0
 # A group leaves out a worker after a silence of this length. Names then fail by design (docs/services.md).
 _LEFT_OUT_S = 3.0
-# The pause after a misfortune. Calls that waited end in it.
+# The pause after a misfortune. Waiting calls end in that pause.
 _PEACE_S = (5.0, 10.0)
 _PROBE_EVERY_S = 0.05
 _LIFELINES = 4

@@ -138,7 +138,7 @@ class Machine:
         self._tell("cont")
 
     def power_off(self) -> None:
-        """Switch the machine off at once, without a packet to the other one."""
+        """Switch the machine off at once, without a packet to the other machine."""
         self._is_switched_off = True
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

@@ -4,7 +4,7 @@
   that can be cut. (``_virtual_hosts``)
 * ``move_to_host(pid)`` moves the calling process onto a host; ``run_workers(..., hosts=hosts)`` uses it. (``_moving``)
 * ``Fate(hosts)`` cuts and heals them on a worker's order. (``_fate``)
-* ``SlurmCluster(hosts)``: Slurm on them. (``_slurm``)
+* ``SlurmCluster(hosts)``: Slurm on these hosts. (``_slurm``)
 * ``Container(ipc="host", user=12345).command([...])``: a command in a container like Docker's and Kubernetes's, with
   ``limits(memory_mib=..., cpus=...)``. (``_containers``)
 * ``needs("srun", "mpirun.mpich")``, ``needs_mpi4py("mpich")`` and ``needs_virtual_hosts()``: without these the test is

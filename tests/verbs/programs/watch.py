@@ -13,7 +13,7 @@ import torch.distributed.rpc as rpc
 from _worker import RANK, join, lanes, leave, tell
 
 SECONDS = float(os.environ["SECONDS_TO_CALL"])
-# A worker that has lost the other one must not wait for this call.
+# A worker that has lost the other worker must not wait for this call.
 LEAVING_S = 90
 
 
