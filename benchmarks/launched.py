@@ -1,7 +1,7 @@
 """How long does a launcher's job take from its command to its end, and how much memory do its workers take?
 
-`torch-ucx-rpc run` forks workers from a process that has imported torch, or starts each by exec. torchrun starts each
-by exec. The workers do the same as in the life of a job (many_workers.py): init_rpc, the first call of all pairs,
+`torch-ucx-rpc run` forks workers from a process that has imported torch, or starts each by exec. torchrun always uses
+exec. The workers do the same as in the life of a job (many_workers.py): init_rpc, the first call of all pairs,
 shutdown.
 """
 
