@@ -246,7 +246,7 @@ def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
         observed = observation.Observed(snapshot)
     # Some sandboxes have no such sockets. A job can run without observers.
     except OSError as error:
-        _logger.info("worker %s cannot be watched by top: %s", info.name, error)
+        _logger.info("top cannot watch worker %s: %s", info.name, error)
     else:
         agent.endpoints.callback(observed.close)
 

@@ -40,8 +40,8 @@ _START = "Error initializing torch.distributed using {}:// rendezvous:"
 
 # A hint for users of groups without a size.
 STORE_ENDS = (
-    " A group without a world_size can be joined as long as its Store is there, and this one ends with the process of "
-    "rank 0. For joins after that use a Store outside of it: torchrun's, or a file, init_method='file:///path'."
+    " A group without a world_size can be joined as long as its Store exists, and this Store ends with the process of "
+    "rank 0. For later joins use a Store outside of that process: torchrun's, or a file, init_method='file:///path'."
 )
 
 # A Store answers a new connection within this time. If there is no answer, the port is not a Store's.
@@ -113,7 +113,7 @@ def _check_folder(url: ParseResult) -> None:
     if not folder.is_dir():
         raise ValueError(
             f"{_START.format('file')} there is no folder {folder} on {socket.gethostname()}: the file must be on a "
-            f"file system that all workers see, in a folder that is there."
+            f"file system that all workers see, in a folder that exists."
         )
 
 

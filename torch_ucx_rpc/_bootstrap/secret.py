@@ -104,7 +104,7 @@ def refusal(entry: Entry, own: object, who: object) -> JoinFailed:
     """The error for a doubtful entry: ``own`` has found it, and ``who`` has written it."""
     return JoinFailed(
         f"the workers do not share one secret: {entry.doubt.format(own=own, who=who)}; give every worker of "
-        f"the job the same, by secret_file, {FILE_VARIABLE} or {VARIABLE}, or none."
+        f"the job the same secret, by secret_file, {FILE_VARIABLE} or {VARIABLE}, or no secret."
     )
 
 

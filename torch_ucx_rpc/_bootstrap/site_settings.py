@@ -100,7 +100,7 @@ def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
         )
     if any(stop in environ.get("UCX_HANDLE_ERRORS", "") for stop in ("freeze", "debug")):
         yield Problem(
-            f"with UCX_HANDLE_ERRORS={environ['UCX_HANDLE_ERRORS']} a worker that crashes stops and does not end, and "
+            f"with UCX_HANDLE_ERRORS={environ['UCX_HANDLE_ERRORS']} a worker that crashes stops instead of ending, and "
             f"calls to it wait for their timeouts",
             "set it to bt or none, unless you wait for crashes with a debugger",
         )

@@ -57,7 +57,7 @@ def add_ucx(report: Report) -> None:
     for level, text in complaints:
         report.complain(
             f"UCX says: {text}",
-            "correct the UCX_* variable that it is about, listed under environment, or unset it",
+            "correct or unset the UCX_* variable in question, listed under environment",
             is_fatal=level == "ERROR" and found["resources"] is None,
         )
     _wheel(report)
@@ -71,7 +71,7 @@ def _wheel(report: Report) -> None:
     if len(wheels) > 1:
         report.complain(
             f"{' and '.join(wheels)} are installed, which overwrite each other's files",
-            f"pip uninstall {' '.join(wheels)}; then pip install the one of torch's CUDA",
+            f"pip uninstall {' '.join(wheels)}; then pip install the wheel for torch's CUDA",
         )
     elif (
         wheels

@@ -109,8 +109,8 @@ def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
         return
     if arguments.rdzv is None or arguments.node_rank is None:
         error(
-            f"--nnodes {arguments.nnodes} needs --rdzv HOST:PORT, the same on all machines, and --node-rank, another "
-            f"on each"
+            f"--nnodes {arguments.nnodes} needs --rdzv HOST:PORT, the same on all machines, and --node-rank, a "
+            f"different one on each"
         )
     if not 0 <= arguments.node_rank < arguments.nnodes:
         error(

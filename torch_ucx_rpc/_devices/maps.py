@@ -177,4 +177,4 @@ def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Map
     chosen = environment.get("UCX_TLS", "all")
     transports = {name.partition(":")[0] for name in chosen.removeprefix("^").split(",")}
     if bool(transports & _FOR_CUDA) == chosen.startswith("^"):
-        raise JoinFailed(f"{asked}, and UCX_TLS={chosen} leaves out what that needs: add cuda to it, or unset it.")
+        raise JoinFailed(f"{asked}, and UCX_TLS={chosen} leaves out CUDA transports: add cuda to it, or unset it.")

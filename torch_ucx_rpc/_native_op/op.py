@@ -82,7 +82,7 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
             raise ValueError(f"{parsed.name} has the arguments {expected}, and its function the parameters {found}")
         namespace, name = parsed.name.split("::")
         if torch._C._jit_get_schemas_for_operator(parsed.name):
-            raise ValueError(f"{parsed.name} is an operator already: one can be defined once in a process")
+            raise ValueError(f"{parsed.name} is an operator already: a process can define it only once")
         _C.define_native_op(schema, code.compile, code.explain, code.release_address)
         packet: torch._ops.OpOverloadPacket = getattr(getattr(torch.ops, namespace), name)
         return packet
@@ -111,7 +111,7 @@ def _check(text: str, schema: Any) -> None:
     for argument in schema.arguments:
         if _kind(argument) not in _KINDS:
             raise refuse(
-                f"its argument {argument.name} is of type {_kind(argument)}; those that a native operator takes are "
+                f"its argument {argument.name} is of type {_kind(argument)}; a native operator takes "
                 f"Tensor, int, float and bool"
             )
     if not any(_kind(argument) == "Tensor" for argument in schema.arguments):

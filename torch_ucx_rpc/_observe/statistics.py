@@ -136,9 +136,9 @@ class PeerStatistics:
 
     name: str = field(metadata=_label("name of the peer"))
     rank: int = field(metadata=_label("rank of the peer"))
-    host: str = field(metadata=_label("name of its host"))
-    pid: int = field(metadata=_label("id of its process"))
-    session: int = field(metadata=_label("random number; tells this life of the worker from an earlier one"))
+    host: str = field(metadata=_label("name of the peer's host"))
+    pid: int = field(metadata=_label("id of the peer's process"))
+    session: int = field(metadata=_label("random number; distinguishes this life of the peer from an earlier one"))
     state: str = field(
         metadata=_label(
             '``"present"``, ``"resuming"`` (silent for heartbeat_limit), ``"leaving"``, ``"left"`` or ``"failed"``'
@@ -146,8 +146,8 @@ class PeerStatistics:
     )
     lanes: tuple[str, ...] = field(
         metadata=_label(
-            'what UCX chose to reach it, such as ``"sysv/memory"`` or ``"tcp/eth0"``; empty before the first '
-            "message, and for this worker itself"
+            'transports that UCX has chosen to reach the peer, such as ``"sysv/memory"`` or ``"tcp/eth0"``; empty '
+            "before the first message, and for this worker itself"
         )
     )
     calls_sent: int = field(metadata=_counter("calls made to the peer", "calls"))

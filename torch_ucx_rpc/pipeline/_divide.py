@@ -49,7 +49,7 @@ def divide(
 
         if isinstance(balance, (list, tuple)):
             raise ValueError(
-                "balance as a list counts the layers of an nn.Sequential; say where another model is divided with "
+                "balance as a list counts the layers of an nn.Sequential; divide another model with "
                 'split_spec={"layers.4": SplitPoint.BEGINNING}, or give balance="profile" or "parameters"'
             )
         if sample is None:

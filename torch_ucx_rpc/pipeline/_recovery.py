@@ -137,8 +137,8 @@ class Recovery:
                         checkpoint.journal = self._new_journal()
                         raise PipelineError(
                             f"{', '.join(map(repr, lost.workers))} has been replaced and {checkpoint.path} loaded, but "
-                            f"what came after it cannot be done again, since it went through pipe(x).backward(): go on "
-                            f"from the checkpoint, or save more often"
+                            f"the steps after it cannot be repeated, since they went through pipe(x).backward(): go "
+                            f"on from the checkpoint, or save more often"
                         ) from lost
                     for method, args in entries:
                         method(*args)

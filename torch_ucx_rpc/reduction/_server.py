@@ -360,7 +360,7 @@ def _check_state(optimizer: Any, parameters: list[Any] | None, checkpoint: Any, 
     if (optimizer is None) != (parameters is None):
         raise ValueError(
             "a server that updates needs both, parameters=model.parameters() and "
-            "optimizer=functools.partial(torch.optim.SGD, lr=...); one that takes means of gradients needs neither"
+            "optimizer=functools.partial(torch.optim.SGD, lr=...); a server that only averages gradients needs neither"
         )
     if optimizer is None or parameters is None:
         if checkpoint is not None:

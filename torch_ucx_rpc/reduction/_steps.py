@@ -358,7 +358,8 @@ class Steps:
         return (
             f"trainer {self._office.name!r} is behind: the others have closed step {step} of {self.key!r} without "
             f"it, so its copy of the parameters is not theirs. reduction.DataParallel and "
-            f"reduction.state(..., model=model) take the state of another trainer; by hand, take it and push again"
+            f"reduction.state(..., model=model) take the state of another trainer. With push_pull, take that state "
+            f"by hand, and push again"
         )
 
     def _take_state(self, opening: Opening, deadline: float | None) -> None:

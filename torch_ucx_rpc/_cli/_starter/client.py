@@ -216,4 +216,4 @@ class Starter:
     def _last_words(self) -> str:
         os.set_blocking(self._output.fileno(), False)
         said = self._output.read(65_536) or b""
-        return (said and f", having written:\n{said.decode(errors='replace')}") or ", and says nothing"
+        return (said and f", having written:\n{said.decode(errors='replace')}") or ", without a word of output"
