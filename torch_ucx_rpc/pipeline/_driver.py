@@ -188,10 +188,10 @@ class DistributedPipeline:
             return_outputs (bool): also return the model's output, as ``pipe(x)`` does, without gradient (default:
                 False).
 
-        Returns the mean of the micro-batches' losses, a scalar tensor without gradient; with ``return_outputs`` a tuple
-        of it and the output. If the loss returns ``(sum, count)``, the result is the sum over the whole batch, divided
-        by the count of the whole batch. The gradients are divided
-        in the same way.
+        Returns the mean of the micro-batches' losses, a scalar tensor on the CPU, without gradient. With
+        ``return_outputs`` it returns a tuple of the loss and the output. If the loss returns ``(sum, count)``, the
+        result is the sum over the whole batch, divided by the count of the whole batch. The gradients are divided in
+        the same way.
 
         Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare is left. Either way
         the workers have undone the step: they have removed its gradients, and freed its memory. Statistics of batch
@@ -230,7 +230,8 @@ class DistributedPipeline:
         return self._run("evaluate", args, kwargs, target, losses, return_outputs, grad=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch. In grad mode its backward works once, and runs on the stages.
+        """Return the model's output for a batch, on the CPU. In grad mode its backward works once, and runs on the
+        stages.
 
         The result concatenates the outputs of the micro-batches along dimension 0. Outputs that do not fit become a
         list. Any number of calls may wait for their backward, so loops over the model work. Once the output of a call
@@ -244,10 +245,13 @@ class DistributedPipeline:
     # ---------------------------------------------------------------------------------------------------- the model
 
     def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> PipelineOptimizer:
-        """Make an optimizer of class ``cls`` on each worker for its parameters, behind one that looks like torch's.
+        """Make an optimizer of class ``cls`` on each worker for its parameters, and return one that controls them all.
 
         ``params`` has the same form as for torch's optimizers, made of `parameters` or `named_parameters` (default: all
         parameters). Learning-rate schedulers work on the result as on any optimizer.
+
+        Raises TypeError for a class that is no optimizer's, or for LBFGS, and ValueError for parameters of another
+        model.
         """
         params = self.parameters() if params is None else params
         return PipelineOptimizer(self._recovery, cls, params, options)
@@ -287,7 +291,11 @@ class DistributedPipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Do ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Returns the norm before clipping."""
+        """Do ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages.
+
+        Returns the norm before clipping, a scalar tensor on the CPU. With ``error_if_nonfinite``, raises RuntimeError
+        if it is not finite.
+        """
         norms = self._recovery.gather("gradient_norms", float(norm_type))
         in_order = [norms[name] for name in self._model.parameters if name in norms]
         if not in_order:
@@ -300,13 +308,14 @@ class DistributedPipeline:
         return total
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return copies of all gradients, by the names of the undivided model."""
+        """Return copies of all gradients on the CPU, by the names of the undivided model. None stands for no
+        gradient."""
         found = self._recovery.gather("state", "gradients")
         return {name: found.get(name) for name in self._model.parameters}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the undivided model's state, copied to this process. Use `save` for a model that does not fit into one
-        process."""
+        """Return the undivided model's state, copied to the CPU of this process. Use `save` for a model that does not
+        fit into one process."""
         found = self._recovery.gather("state", "model")
         order = {name: place for place, name in enumerate(self._model.parameters)}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
@@ -335,7 +344,7 @@ class DistributedPipeline:
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:
         """Read a checkpoint that `save` has written, by this pipeline or by one with other stages. The default is the
-        last one saved."""
+        last one saved. Raises ValueError if there is none."""
         self._recovery.load(path)
 
     def checkpoint_parts(self) -> list[Any]:
@@ -349,11 +358,12 @@ class DistributedPipeline:
         """Let worker ``by`` run the stages of the lost ``worker``. Call `load` next: ``by`` has no values yet.
 
         Raises PipelineError if ``worker`` is alive, or if a stage of it was given as an RRef, which died with it.
+        Raises ValueError if no stage runs on ``worker``, or if there is no worker ``by``.
         """
         self._model.replace(worker, _place("by", by))
 
     def close(self) -> None:
-        """Free the stages on the workers. Without this call they are freed with this object."""
+        """Free the stages on the workers. Without this call, the end of this object frees them."""
         self._model.close()
 
     # ------------------------------------------------------------------------------------------------------- looking
@@ -361,7 +371,8 @@ class DistributedPipeline:
     def trace(self, path: str | os.PathLike[str], *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Do one `step`, and write a Chrome trace (``.json``, for Perfetto) of which stage did which micro-batch when.
 
-        Times come from the workers' clocks: between hosts they are as exact as these clocks agree.
+        Times come from the workers' clocks: between hosts they are as exact as these clocks agree. Raises ValueError
+        unless ``path`` ends in ``.json``.
         """
         self._check_loss("trace")
         _show.check_path(path)

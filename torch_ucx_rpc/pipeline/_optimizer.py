@@ -81,7 +81,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Let every worker's optimizer take a step.
 
         With a ``scaler`` the workers first divide the gradients of this optimizer's parameters by the scale, unless
-        ``scaler.unscale_`` has done so. If a gradient is not finite on any worker, no worker takes the step.
+        ``scaler.unscale_`` has done so. If a gradient is not finite on any worker, no worker takes the step. Raises
+        TypeError for a ``closure``.
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")

@@ -78,7 +78,7 @@ class RemoteModel:
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Free the stages on the workers. Without this call they are freed with this object."""
+        """Free the stages on the workers. Without this call, the end of this object frees them."""
         self._finalizer()
 
     # --------------------------------------------------------------------------------------------------- making it

@@ -68,7 +68,7 @@ class GradScaler:
         self._stepped: set[int] = set()
 
     def get_scale(self) -> float:
-        """The factor of the next step's loss."""
+        """Return the factor of the next step's loss."""
         return self._scale
 
     def scale_of_step(self) -> float:

@@ -24,7 +24,7 @@ def push_pull(server: Server, gradients: Tensor, *, quorum: int | None = None) -
 @overload
 def push_pull(server: Server, gradients: Iterable[Tensor], *, quorum: int | None = None) -> list[Tensor]: ...
 def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> Any:
-    """Push gradients, and return the server's results as new tensors.
+    """Push gradients, and return the server's results as new tensors of the same shapes.
 
     Without an optimizer on the server, the results are the means of all trainers' gradients. With an optimizer, they
     are the new parameters.
