@@ -32,7 +32,7 @@ def autoload() -> None:
     @functools.wraps(torchs_init_rpc)
     def init_rpc(*arguments: Any, **named: Any) -> None:
         _load()
-        # This function has the code that torch_ucx_rpc gave it.
+        # By now, torch_ucx_rpc has replaced the code of this function.
         torchs_init_rpc(*arguments, **named)
 
     rpc.init_rpc = init_rpc

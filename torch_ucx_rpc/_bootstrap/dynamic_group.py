@@ -74,8 +74,8 @@ class DynamicGroup:
         # Weak, since the agent holds methods of this object.
         self._agent = weakref.ref(agent)
         self._lock = threading.Lock()
-        # The members that this worker knows, by place in the list. A member that left stays until another takes its
-        # rank.
+        # The members that this worker knows, by place in the list. A member that has left stays until another worker
+        # takes its rank.
         self._members: dict[str, Record] = {}
         self.replaced: set[tuple[str, int]] = set()
         self._place: str | None = None

@@ -1,4 +1,4 @@
-"""`ExpendableStore`: the Store of a running group, which goes on if the Store ends."""
+"""`ExpendableStore`: the Store of a running group. The group goes on if the Store ends."""
 
 # mypy: allow-untyped-calls
 

@@ -68,7 +68,7 @@ def meeting_address(store: Store) -> str | None:
     """This host's address for workers on other hosts; None if there is no such address, or if all workers are on this
     host.
 
-    It is the address that leads to the Store. Where the workers meet in a file, it is the default route's.
+    It is the address that leads to the Store. If the workers meet in a file, it is the address of the default route.
     """
     host = host_of(store) or (ELSEWHERE if _is_file(store) else None)
     address = None if host is None else address_towards(host)
@@ -91,7 +91,7 @@ def active_ports() -> list[str]:
 
 
 def has_verbs(ucx_path: str) -> bool:
-    """Tell whether the UCX with this libucp has its module for InfiniBand."""
+    """Tell whether the UCX at ``ucx_path``, its libucp, has the module for InfiniBand."""
     return any((Path(ucx_path).resolve().parent / "ucx").glob("libuct_ib.so*"))
 
 

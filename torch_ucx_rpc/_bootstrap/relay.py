@@ -54,7 +54,7 @@ def number_below(rank: int, world_size: int) -> int:
 
 
 class Relay:
-    """Listens for ``below`` workers, where they can reach it if they reach ``store``."""
+    """Listens for ``below`` workers, at places that they can reach if they reach ``store``."""
 
     def __init__(self, store: Store, below: int) -> None:
         self._below = below
@@ -81,7 +81,7 @@ class Relay:
             self.places.append((host, tcp.getsockname()[1]))
 
     def serve(self, packed: bytes) -> None:
-        """Send the bytes to each worker that comes, on a thread of its own that ends by itself."""
+        """Send the bytes to each worker that comes, on a separate thread that ends by itself."""
         listeners, self._listeners = self._listeners, []
         if not listeners:
             return

@@ -177,7 +177,7 @@ class JobAddress(NamedTuple):
 
 
 def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeout: float) -> Store:
-    """The Store of a job, found without a known port; arguments and errors are those of `create_store`.
+    """Open or join the Store of a job without a known port. Arguments and errors are as in `create_store`.
 
     Rank 0 writes the name of the job into its Store. Every other worker tries all hosts and ports, and takes the Store
     with that name. Some places may have the Store of another job.

@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 def check(world_size: int | None) -> None:
-    """Raise JoinFailed for settings that cannot work; warn, once a process, of those that work badly.
+    """Raise JoinFailed for settings that cannot work; warn, once in a process, of settings that work badly.
 
     Args:
         world_size: number of workers; None for a group without a size.

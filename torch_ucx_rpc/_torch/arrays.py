@@ -155,8 +155,8 @@ def tensors_of(value: Any) -> list[torch.Tensor] | None:
     """The tensors on the device memory of an array, which a future has to know; None for other objects.
 
     torch looks for tensors by pickling a future's value. That would copy device memory to the host, or fail where a
-    library cannot pickle its arrays, as numba cannot. NumPy's arrays have no device memory, and torch need not copy
-    them either.
+    library cannot pickle its arrays, as numba cannot. NumPy's arrays have no device memory, so torch need not pickle
+    them.
     """
     type_ = type(value)
     if _agent.current is None or (type_.__module__, type_.__qualname__) not in _REDUCERS:

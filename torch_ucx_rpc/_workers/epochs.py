@@ -83,7 +83,8 @@ class Epochs:
         self._lease = now
         # This member decides: it has not promised anything to a candidate.
         self._leads = False
-        # The member that this one follows, the time of its last sign, and its own time in its last answer.
+        # The member that this one follows, the time of that leader's last sign, and the leader's own time in its last
+        # answer.
         self._leader = me
         self._heard = now
         self._echo = _NEVER
@@ -93,7 +94,8 @@ class Epochs:
         self._accepted: tuple[Ballot, Epoch] | None = None
         self._attempt: _Attempt | None = None
         self._next_beat = self._ticked = self._installed = now
-        # On a decider: when it last gave a lease to each member, and its own time in the latest sign of support.
+        # On a decider: when it last gave a lease to each member, and its own time in each member's latest sign of
+        # support.
         self._granted: dict[Member, float] = {}
         self._support: dict[Member, float] = {}
         self._joining: set[Member] = set()

@@ -18,7 +18,7 @@ class Member(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """A number that is used once, and its members by rank."""
+    """A number that no other epoch has, and the epoch's members by rank."""
 
     number: int
     members: tuple[Member, ...]

@@ -214,7 +214,7 @@ def run_everywhere(
     arguments: Mapping[str | None, tuple[Any, ...]],
     timeout: float | None = None,
 ) -> dict[str | None, Any]:
-    """Call ``function`` on each worker with its arguments, and here with those under None.
+    """Call ``function`` on each worker with its arguments, and here with the arguments under None.
 
     A worker that answers questions within ``rpc_timeout`` may take ``timeout`` seconds; None is no limit.
     Raises CheckpointError for the first failure.

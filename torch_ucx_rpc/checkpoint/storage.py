@@ -65,7 +65,7 @@ class Writer(FileSystemWriter):
         return None
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Make the files of ``results`` the checkpoint, and remove the earlier one's."""
+        """Make the files of ``results`` the checkpoint, and remove the files of the earlier one."""
         metadata.storage_data = {result.index: result.storage_data for some in results for result in some}
         metadata.storage_meta = self.storage_meta()
         metadata.version = _version()

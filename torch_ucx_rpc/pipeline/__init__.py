@@ -24,7 +24,7 @@ How it is laid out, from the bottom up:
 
 On a worker:
 
-* ``_build``      the ways of a module to its worker
+* ``_build``      how a module comes to its worker
 * ``_backward``   the backward of a micro-batch, whole or in halves
 * ``_stage``      one stage: micro-batches forward and back
 * ``_exchange``   values between stages, by channel

@@ -92,8 +92,8 @@ class Batches:
         return request.call, inputs, results[self._crew.worker_of[-1]]["outputs"]
 
     def backward(self, crew: int, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
-        """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns those of its inputs, by
-        stage.
+        """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns the gradients of its
+        inputs, by stage.
 
         No spare can make up for a loss in it: the lost worker had a part of the graph.
         """

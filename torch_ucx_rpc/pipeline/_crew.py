@@ -15,7 +15,7 @@ given up. If that worker comes back, it learns that its host is closed. 5. The d
 certain, or if it has not answered a question for ``rpc_timeout``. The driver also gives it up if its stage is busy when
 ``step_timeout`` is over. No other timeout means anything.
 6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier gradient or
-   optimizer step counts, and `recovery` repeats the journal since.
+   optimizer step counts, and `recovery` repeats the journal since then.
 
 Hosts apply gradients and steps of optimizers as they carry out each order. All hosts undo a call that fails: gradients
 are then those from before it. If an optimizer fails on one worker, the others have taken their step.

@@ -61,8 +61,8 @@ def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tenso
 
 
 def open_to_send(box: str) -> None:
-    """Open a box's channel in this process, which lets it put into the box. The channel stays open, which costs only
-    the memory of its name."""
+    """Open a box's channel in this process, so that the process can put into the box. The channel stays open, which
+    costs only the memory of its name."""
     with contextlib.suppress(ValueError):  # the box is here, in a later epoch
         slots().advance(box, 0)
 

@@ -35,7 +35,7 @@ class _Call:
 
 
 def call_with_autograd(batches: Batches, args: Any, kwargs: Any) -> Any:
-    """Return the output of a batch. In its backward the stages run theirs."""
+    """Return the output of a batch. Its backward makes the stages run their backwards."""
     call = _Call(batches, args, kwargs)
     outputs, call.outputs = call.outputs, []
     inputs, call.inputs = call.inputs, []

@@ -81,7 +81,7 @@ class StageSpec:
     edges_out: tuple[Edge, ...] = ()
     ties: tuple[Tie, ...] = ()
     prefix: str = ""
-    """Prefix of the names of its parameters in the undivided model."""
+    """Prefix of the names of the stage's parameters in the undivided model."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Names of this stage's state, and the other names that the undivided model has for the same tensors."""
 

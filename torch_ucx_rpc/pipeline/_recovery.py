@@ -39,9 +39,9 @@ class _Checkpoint:
     has_gradients: bool
     """Whether it includes the gradients."""
     written: Any
-    """The future of a save whose files may still be being written, or None."""
+    """The future of a save that is perhaps not complete yet, or None."""
     journal: list[_Entry]
-    """The orders after it, until the next checkpoint."""
+    """The orders after this checkpoint, until the next one."""
 
 
 class Recovery:
@@ -112,7 +112,8 @@ class Recovery:
     # ------------------------------------------------------------------------------------------------------- a loss
 
     def _recover(self, lost: StageLostError) -> None:
-        """Replace lost workers by spares, and restore the state of all. Raises StageLostError if that is impossible."""
+        """Replace lost workers by spares, and restore the state of all workers. Raises StageLostError if that is
+        impossible."""
         if not self._spares:
             raise lost
         self._settle_save()
@@ -225,7 +226,8 @@ class Recovery:
         self._checkpoints = [_Checkpoint(where, len(self.model.optimizers), False, None, self._new_journal())]
 
     def _begin_from(self, saved: _Checkpoint) -> None:
-        """Restore the state of all at a save. Raises StageLostError if another worker is lost during it."""
+        """Restore the state that all workers had at a save. Raises StageLostError if another worker is lost during
+        it."""
         from torch_ucx_rpc import checkpoint
 
         try:

@@ -41,7 +41,7 @@ Row = tuple[Action, ...]
 
 
 class Schedules:
-    """The rows of all calls of one pipeline. It travels to the workers, which make the same rows.
+    """The rows of all calls of one pipeline. This object travels to the workers, which make the same rows.
 
     Args:
         name: name of a schedule, or a text in torch's format.
@@ -188,7 +188,7 @@ def _interleaved(workers: int, stages: int, micro_batches: int, zero_bubble: boo
 
 
 def _torchs(name: str, workers: int, stages: int, micro_batches: int) -> Sequence[Row]:
-    """Read any schedule that torch knows by name as data."""
+    """Return the rows of any schedule that torch has under this name."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     made = _class_of(name)

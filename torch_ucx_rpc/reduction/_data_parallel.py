@@ -101,7 +101,7 @@ class DataParallel(nn.Module):
         self._next_bucket = 0
         self._is_in_backward = False
         self._is_synchronizing = True
-        # The parameters do not keep this object alive: this trainer leaves when it is collected.
+        # The parameters do not keep this object alive: when it is collected, this trainer leaves.
         own = weakref.ref(self)
 
         def on_gradient(parameter: Tensor) -> None:

@@ -36,7 +36,7 @@ class State:
         self._open.append(future)
         if bucket.is_last():
             open_, self._open = self._open, []
-            # DDP waits for all buckets at the end of the backward, on this thread.
+            # DDP waits for all buckets on this thread, at the end of the backward. So another thread finishes the step.
             threading.Thread(target=self._finish, args=(open_,), name="torch_ucx_rpc-step", daemon=True).start()
         return future
 

@@ -116,7 +116,7 @@ class Ledger:
     # -- reports
 
     def resume(self, reports: Mapping[str, Report], kept: Iterable[Kept]) -> None:
-        """Go on from the members' steps when the epoch begins: a step that one has applied is committed."""
+        """Go on from the members' steps when the epoch begins: a step that one member has applied is committed."""
         self._reports = {**reports}
         states = [(one.step, one.committed) for one in self._trainers().values()]
         states += [(one.step, one.committed) for one in kept]
@@ -125,7 +125,7 @@ class Ledger:
         self._decide()
 
     def update(self, name: str, report: Report) -> bool:
-        """Take a trainer's report. Returns False if the trainer has sent a newer one, which counts."""
+        """Take a trainer's report. Returns False if the trainer has sent a newer report, which counts instead."""
         known = self._reports.get(name)
         if known is not None and known.number >= report.number:
             return False

@@ -70,7 +70,7 @@ class Office:
         servers (dict): servers that this worker has called `serve` for, by name.
         left (set): servers that it has left.
         host (Host): its work as a host.
-        numbers: numbers of reports.
+        numbers (Iterator): counts the reports.
     """
 
     def __init__(self, life: Life) -> None:
@@ -233,7 +233,7 @@ class Office:
     # -- the beginning of an epoch
 
     def tell_all(self, number: int) -> Future[Knowledge]:
-        """Return this worker's knowledge, once it is in an epoch. From then on it drops messages of earlier ones."""
+        """Return this worker's knowledge, once it is in an epoch. From then on it drops messages of earlier epochs."""
         future: Future[Knowledge] = Future()
 
         def tell() -> None:

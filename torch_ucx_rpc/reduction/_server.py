@@ -129,7 +129,8 @@ class Server:
         return steps
 
     def make_by_hand(self, name: str, **options: Any) -> Steps:
-        """Return steps that this process takes part in; the caller keeps them. `Steps` explains the options."""
+        """Return steps in which this process takes part. The caller must keep them alive. `Steps` explains the
+        options."""
         options.setdefault("expected", self.spec.expected)
         steps = Steps(self.name, name, **options)
         self._steps = [one for one in self._steps if one() is not None]
@@ -266,7 +267,8 @@ def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
 
 
 def _give_parameters(server: Server, tensors: list[Tensor]) -> None:
-    """Give the hosts the first trainer's parameters. Raises ValueError if a later trainer's have other shapes."""
+    """Give the hosts the first trainer's parameters. Raises ValueError if a later trainer's parameters have other
+    shapes."""
     shards = len(server.hosts)
     of = spread([tensor.numel() for tensor in tensors], shards)
     key = f"{server.name}/parameters"
