@@ -90,6 +90,9 @@ class Member:  # write only: a read would decode the last four, which are bytes,
     boot_id: str
     pid_namespace: int
     process_start_time: int
+    user: int
+    lifeline_host: str
+    lifeline_port: int
     session: int
     first_rref_id: int
     first_context_id: int
