@@ -423,6 +423,8 @@ def test_an_accepted_epoch_is_finished_by_the_next_decider() -> None:
     line[0].suspect(line.members[3], line.now)
     proposals = dict(line[0].take_outgoing())
     line[2].receive(line.members[0], proposals[line.members[2]], line.now)
+    assert [one.rank for one in line[2].voted_for().members] == [0, 1, 2]
+    assert not line[2].is_current(line.now)
     line.kill(0)
     line.wait(LIMIT)
     # Member 2 had voted for an epoch without member 3.

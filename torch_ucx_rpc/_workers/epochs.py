@@ -193,11 +193,11 @@ class Epochs:
 
     def is_current(self, now: float) -> bool:
         """Tell whether `epoch` is in force now. Then no other epoch of this group is in force on any worker."""
-        if not self._is_in:
-            return False
-        if self._accepted is not None and not self._leads:
-            return False
-        return self.is_leased(now)
+        return self._is_in and self.voted_for() is None and self.is_leased(now)
+
+    def voted_for(self) -> Epoch | None:
+        """Return the next epoch if another member has proposed it, this one has accepted it, and it has not begun."""
+        return None if self._accepted is None or self._leads else self._accepted[1]
 
     def is_leased(self, now: float, ahead: float = 0.0) -> bool:
         """Tell whether no epoch without this member has begun. A decider first extends its lease by its support, if

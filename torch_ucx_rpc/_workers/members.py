@@ -324,6 +324,11 @@ class Group:
                 f"worker {me!r} is not a member of group {self.name!r} any more, which is in epoch {epoch.number}: it "
                 f"has left, was suspected, or has not been heard for {self.limit:g} s. It may join again, as a newcomer"
             )
+        if (following := self._epochs.voted_for()) is not None:
+            return (
+                f"worker {me!r} has voted for epoch {following.number} of group {self.name!r}, which has not begun; "
+                f"it has the members {', '.join(repr(one.name) for one in following.members)}"
+            )
         silent = ", ".join(sorted(repr(one.name) for one in self._epochs.quiet(time.monotonic(), self.limit / 2)))
         return (
             f"worker {me!r} is cut off from {silent or 'the other members'} of group {self.name!r}: it has not heard "
