@@ -217,9 +217,9 @@ def _info(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser) -> None:
     """Start workers, let each call every other, and show for each pair which way UCX took and how fast it is.
 
-    Alone it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a worker, and
-    rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code of rank 0 is 0
-    if all is well, 4 after warnings, and 3 if workers could not call each other.
+    Without a launcher it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a
+    worker, and rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code of
+    rank 0 is 0 if all is well, 4 after warnings, and 3 if workers could not call each other.
     """
     parser.add_argument(
         "-n",

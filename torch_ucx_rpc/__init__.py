@@ -91,7 +91,7 @@ _failure: ImportError | OSError | None = None
 if _is_complete:
     with _without_collections():
         try:
-            # Loads UCX and the extension, or explains why it cannot.
+            # This import loads UCX and the extension, or raises an ImportError that explains the failure.
             from torch_ucx_rpc import _native as _native
         except (ImportError, OSError) as error:
             # The command `info` shows the failure.
@@ -112,7 +112,8 @@ if _is_complete:
             if _is_asked_for():
                 replace_tensorpipe()
 
-# Names and their modules, which the first use loads: with them the import would take a third longer.
+# Names and their modules. The first use of a name loads its module: with all of them the import would take a third
+# longer.
 _ON_DEMAND = {
     "init_rpc": "_launch.init",
     "native_op": "_native_op.op",

@@ -259,8 +259,9 @@ def check_ucx_version(found: Ucx, built_for: str, *, was_there_before: bool) -> 
     reason = f"torch_ucx_rpc was built with UCX {built_for} and cannot run with the older {found}"
     if was_there_before:
         raise _error(
-            f"{reason}, which another package loaded before, and a process can have one UCX: import torch_ucx_rpc "
-            f"before that package (MPI, for one), or have it find a newer UCX, by LD_LIBRARY_PATH={_newer_ucx()}."
+            f"{reason}, which another package loaded before, and a process can have only one UCX: import "
+            f"torch_ucx_rpc before that package (MPI, for one), or have it find a newer UCX, by "
+            f"LD_LIBRARY_PATH={_newer_ucx()}."
         )
     raise _error(f"{reason}: install a newer one, {_INSTALL_UCX}, or build torch_ucx_rpc again: {_BUILD}.")
 

@@ -148,8 +148,8 @@ def _init_timeout(options: UcxRpcBackendOptions, is_joining: bool = False) -> fl
         return options.init_timeout
     if options.rpc_timeout == 0:
         return 0
-    # A short rpc_timeout says nothing about the start: processes start seconds apart. TensorPipe's rendezvous ignores
-    # it too.
+    # A short rpc_timeout does not shorten this wait, since processes start seconds apart. TensorPipe's rendezvous
+    # ignores it too.
     limit = max(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
     if is_joining and options.heartbeat_limit:
         limit = max(limit, options.heartbeat_limit + options.reconnect_limit + _AFTER_A_LOSS_S)

@@ -8,9 +8,10 @@ end, without harm to members. In a job with a secret, the list and the announcem
 A worker asks each member until the member answers or is lost. A network cut delays a join, but both workers know each
 other in the end.
 
-After a cut longer than ``reconnect_limit``, each side loses the workers of the other side. Every worker may mark the
-workers that it lost in the list. So a worker that has merely fallen silent stays on the list, in doubt, until another
-takes its rank or its name. A worker that joins asks doubtful members too, but does not wait long for them.
+After a cut longer than ``reconnect_limit``, each side loses the workers of the other side. In the list, every worker
+may mark the workers that it has lost. A marked worker may merely have fallen silent, so it stays on the list, in doubt,
+until another takes its rank or its name. A worker that joins also asks members in doubt, but does not wait long for
+them.
 """
 
 # mypy: allow-untyped-calls
@@ -60,7 +61,7 @@ class DynamicGroup:
 
     Attributes:
         replaced (set): name and session of each member whose rank or name another worker has taken. The member is gone
-            for certain, even if this worker had merely lost it.
+            for certain, even if this worker has only lost contact with it.
     """
 
     is_static = False
@@ -71,7 +72,7 @@ class DynamicGroup:
         self._expendable = ExpendableStore(store)
         self._list = MemberList(store, own, secret)
         self._own = own
-        # Weak, since the agent holds methods of this object.
+        # A weak reference, since the agent holds methods of this object.
         self._agent = weakref.ref(agent)
         self._lock = threading.Lock()
         # The members that this worker knows, by place in the list. A member that has left stays until another worker
@@ -168,7 +169,7 @@ class DynamicGroup:
         return agent
 
     def _admit(self, text: str) -> None:
-        """Take in a worker that joins; ``text`` is the announcement of its `meet`."""
+        """Admit a worker that joins; ``text`` is the announcement of its `meet`."""
         values = json.loads(text)
         place, record = str(values["place"]), Record.from_values(values["record"])
         # The joining worker found its rank and name free in the list. So the worker that had them is gone, even if this

@@ -278,7 +278,7 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
     """Yield False again and again, with growing pauses in between; at the end of the deadline, yield True."""
     longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))
-    # The first questions of all workers come together.
+    # All workers ask their first questions at about the same time.
     pause = max(0.001, workers / _FIRST_QUESTIONS_PER_S)
     while not deadline.passed():
         yield False

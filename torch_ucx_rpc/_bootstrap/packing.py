@@ -1,10 +1,11 @@
 """Many records in few bytes, so that all workers can read all records.
 
-Records of one job resemble each other. So they are stored by column. A field that all records share is stored once,
-numbers as differences, and names that follow from the rank as a rule. Addresses are stored byte by byte: the first
-bytes of all before the second bytes of all. An address repeats some values, and repeated columns are stored once. zlib
-then makes 35 to 40 bytes of a record that has 950 bytes as JSON. 32 of these 35 to 40 bytes are random, in any coding:
-the session, and the numbers by which UCX tells workers and their queues apart.
+Records of one job resemble each other. So `pack` stores them by column. It stores a value that all records share only
+once. It stores numbers as differences. For names that consist of a prefix and the rank, it stores only the prefix. It
+stores addresses byte by byte: the first bytes of all before the second bytes of all. An address repeats some values,
+and repeated columns are stored once. zlib then makes 35 to 40 bytes of a record that has 950 bytes as JSON. 32 of these
+35 to 40 bytes are random, in any coding: the session, and the numbers by which UCX tells workers and their queues
+apart.
 """
 
 from __future__ import annotations

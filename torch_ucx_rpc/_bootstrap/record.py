@@ -17,8 +17,8 @@ from torch_ucx_rpc._devices.maps import DEVICE_FIELDS, DeviceMaps, convert_devic
 class Record(NamedTuple):
     """The description of one worker for the others.
 
-    A process id identifies a process only within a pid namespace, until the process ends or the machine reboots. Hence
-    `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
+    A process id identifies a process only within a pid namespace, until the process ends or the machine reboots. So the
+    record also has `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
 
     Workers share memory only if their `user` is the same: an id and its user namespace. `lifeline_port` is 0 for a
     worker without a lifeline (``lifeline``).

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FAN_OUT = 32
 # Shorter than rank 0's wait for workers to read the verdict: a worker that has waited in vain still finds the Store.
 _PATIENCE_S = 2.0
-# Workers that wait for the verdict ask at least once a second.
+# Longer than the pauses, of a second at most, in which workers wait for the verdict before they connect here.
 _FAREWELL_S = 4.0
 # A socket takes 0 for "do not wait".
 _LEAST_WAIT_S = 0.001

@@ -1,5 +1,5 @@
 """The part of a job that is on this machine: an agent of torch.distributed.elastic that gives workers roles, and ends
-all together."""
+all of them together."""
 
 # mypy: allow-untyped-calls
 
@@ -112,7 +112,7 @@ class WorkerNames(LogsSpecs):
 
 
 class JobAgent(LocalElasticAgent):
-    """elastic's agent of this machine. It raises the first `Failure` of the job, of any machine.
+    """elastic's agent of this machine. It raises the first `Failure` of the job on any machine.
 
     While restarts are left, elastic instead restarts the workers on all machines: each machine learns of the failure. A
     signal to one of the launchers ends all of them, with elastic's SignalException.

@@ -105,7 +105,7 @@ class WorkerOutput:
     def path(self, worker: str, kind: str) -> str:
         """The pipe for a worker's ``"stdout"`` or ``"stderr"``. Call this for all workers before `start`.
 
-        A restarted worker gets the same pipe, and its earlier last words are forgotten.
+        A restarted worker gets the same pipe. This object forgets the last words of the worker's earlier life.
         """
         pipe = self._pipes / f"{worker}.{kind}"
         if (worker, kind) in self._streams:

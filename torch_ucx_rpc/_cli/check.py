@@ -139,7 +139,7 @@ def _other(rank: int, size: int, url: str, arguments: argparse.Namespace) -> Non
 
 
 def _judge(arguments: argparse.Namespace) -> int:
-    """The part of rank 0: have all pairs measured, judge and print them."""
+    """Do rank 0's part: let the workers measure all pairs, judge the figures, and print them."""
     assert _agent.current is not None
     places, errors = {}, []
     for info in _agent.current.get_worker_infos():

@@ -48,8 +48,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
         library = mpi.Get_library_version().split(",")[0].strip()
         raise JoinFailed(
             f"mpi4py uses {library}, which takes this worker for rank {world.rank} of {world.size}, and "
-            f"{launch.launcher} started it as rank {launch.rank} of {launch.world_size}: they are of different MPIs. "
-            f"Start with the mpirun of that library; or {_CHOOSE}; or {_SET_ADDRESS}."
+            f"{launch.launcher} started it as rank {launch.rank} of {launch.world_size}: the two belong to different "
+            f"MPIs. Start with the mpirun of that library; or {_CHOOSE}; or {_SET_ADDRESS}."
         )
     letter = bytearray(_LETTER_BYTES)
     if world.rank == 0:

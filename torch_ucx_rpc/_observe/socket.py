@@ -83,7 +83,7 @@ class Observed:
             except OSError as error:
                 if self._is_closed:
                     return
-                _logger.debug("an observer was not let in: %s", error)
+                _logger.debug("the connection of an observer failed: %s", error)
                 time.sleep(_NO_FILE_S)
                 continue
             with connection:
@@ -93,7 +93,7 @@ class Observed:
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
                 # A bad or vanishing client must not harm others, so every exception of JSON and torch is caught.
                 except Exception as error:
-                    _logger.debug("an observer was not answered: %s", error)
+                    _logger.debug("an observer got no answer: %s", error)
                 # Closing is not enough: the observer reads to the end, and a forked child may have the connection too.
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)

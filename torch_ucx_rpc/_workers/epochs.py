@@ -186,7 +186,7 @@ class Epochs:
         self._consider(now)
 
     def _count(self, now: float) -> None:
-        # A lease says that nothing was decided without this member as long as the others lived.
+        # The lease proves that no epoch without this member was begun while the others lived.
         if self.is_leased(now):
             for one in self.dead:
                 self._counted.setdefault(one, now)
@@ -436,7 +436,8 @@ class Epochs:
                 return
             if not self._is_quorum({*attempt.promises}, now):
                 if now - attempt.since > 2 * PATIENCE * self.limit:
-                    # Another member may win: it may have seen deaths under a lease that count for nothing here.
+                    # Another member may win: it may have seen, under its lease, deaths that do not count for this
+                    # member.
                     self._attempt, self._lost_at = None, now + self.limit
                 return
             attempt.value = _accepted_before(attempt) or self._next_epoch(

@@ -81,7 +81,7 @@ class Writer(FileSystemWriter):
             _sync_folder(folder)
             remove_others(folder, {info.relative_path for info in metadata.storage_data.values()})
         except OSError as error:
-            _logger.warning("%s has a new checkpoint, and files of the former stay there: %s", folder, error)
+            _logger.warning("%s has a new checkpoint, and files of the earlier one remain there: %s", folder, error)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     ends, begins, own = ([node for node in map(find, some) if node is not None] for some in (roots, inputs, weights))
     reverse = torchs.construct_reverse_graph(ends)
     way_to_inputs, _ = torchs.reverse_closure(begins, set(), reverse)
-    # Leave weights with a path to an output that does not meet the inputs' path to `weights_half`.
+    # `inputs_half` passes over weights with a path to an output that does not meet the inputs' path.
     beside = _reached_from(node for node in ends if node not in way_to_inputs)
     parts = []
     for group in torchs.get_param_groups(begins, own, reverse):

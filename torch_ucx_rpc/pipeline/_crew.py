@@ -9,11 +9,13 @@
    A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses it. A host
    may learn from another that the epoch is over. It then stops its call, and waits for the cut.
 3. The next epoch begins when each host has reported that it begins it, or has been given up. Only then does the driver
-send orders again. 4. The number keeps epochs apart. Orders, values between stages and results travel in boxes of the
-receiver. A box drops everything that is not of its epoch. The driver no longer uses the box of a worker that it has
-given up. If that worker comes back, it learns that its host is closed. 5. The driver gives a worker up if its end is
-certain, or if it has not answered a question for ``rpc_timeout``. The driver also gives it up if its stage is busy when
-``step_timeout`` is over. No other timeout means anything.
+   send orders again.
+4. The number keeps epochs apart. Orders, values between stages and results travel in boxes of the receiver. A box drops
+   everything that is not of its epoch. The driver no longer uses the box of a worker that it has given up. If that
+   worker comes back, it learns that its host is closed.
+5. The driver gives a worker up if its end is certain, or if it has not answered a question for ``rpc_timeout``. The
+   driver also gives it up if its stage is busy when ``step_timeout`` is over. No other timeout makes it give a worker
+   up.
 6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier gradient or
    optimizer step counts, and `recovery` repeats the journal since then.
 

@@ -392,7 +392,7 @@ class DistributedPipeline:
 
 
 def _one_of(**names: Any) -> tuple[str, Any]:
-    """Return the argument that was given, of two names of one thing."""
+    """Return name and value of the given argument, of two names of the same argument."""
     given = [(name, value) for name, value in names.items() if value is not None]
     if len(given) > 1:
         (ours, value), (torchs, other) = given

@@ -14,7 +14,7 @@ class ScheduleError(ValueError):
 
 
 class StageError(PipelineError):
-    """The code of a stage raised. The message ends with the stage's own traceback.
+    """The code of a stage raised an exception. The message ends with the stage's own traceback.
 
     Attributes:
         stage (int | None): index of the stage, or None when the failure belongs to the worker as a whole (its

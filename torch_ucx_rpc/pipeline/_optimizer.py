@@ -28,9 +28,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise wrong_type("cls", "an optimizer's class, such as torch.optim.AdamW", cls)
         if issubclass(cls, torch.optim.LBFGS):
-            raise TypeError(
-                "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"
-            )
+            raise TypeError("LBFGS evaluates the loss again and again while it steps, and a pipeline cannot do that")
         # An optimizer on parameters without values does torch's own checks, and fills in defaults.
         local = cls(params, **options)
         self._recovery = recovery

@@ -156,7 +156,7 @@ class RemoteModel:
             raise ValueError(f"no stage runs on {worker!r}; the stages run on {names}")
         if not all(crew.places[row].lost for row in rows):
             with contextlib.suppress(PipelineError):
-                crew.do("synchronize")  # which finds a loss
+                crew.do("synchronize")  # This order finds a lost worker.
         if not all(crew.places[row].lost for row in rows):
             raise PipelineError(
                 f"worker {worker!r} is alive, and only a lost worker can be replaced. To move its stages, save, make "

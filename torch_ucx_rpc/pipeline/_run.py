@@ -28,7 +28,7 @@ _DOING = {
 
 
 class ActionError(Exception):
-    """The code of a stage raised. The argument is the action, and the cause is the stage's exception."""
+    """The code of a stage raised an exception. The argument is the action, and the cause is the stage's exception."""
 
 
 class Failure(NamedTuple):

@@ -62,7 +62,7 @@ class Schedules:
             self.stages = workers * (per_worker or _stages_per_worker(name))
         if per_worker is not None and per_worker * workers != self.stages:
             raise ScheduleError(
-                f"the schedule has {self.stages} stages, and stages_per_worker={per_worker} asks for others"
+                f"the schedule has {self.stages} stages, and stages_per_worker={per_worker} asks for another number"
             )
         # The row of each stage.
         homes = {action.stage: number for number, row in enumerate(self.rows("step", chunks)) for action in row}

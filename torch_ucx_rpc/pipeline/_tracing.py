@@ -305,7 +305,8 @@ def _split_points(
 
 
 def _blocks_in_order(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return name and seconds of each block that runs exactly once: children, with containers replaced by theirs."""
+    """Return name and seconds of each block that runs exactly once: children, with the children of containers in place
+    of the containers."""
 
     def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in parent.named_children():

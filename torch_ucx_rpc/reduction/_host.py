@@ -231,7 +231,7 @@ class Host:
             if was_lost(error) and error.name is not None:
                 self._office.group.suspect(error.name)
             else:
-                _logger.info("%s sums no more of %s: %s", self._office.name, opening.key, error)
+                _logger.info("%s has stopped its sums of %s: %s", self._office.name, opening.key, error)
         except Exception as error:
             self._office.refuse(opening, "", f"host {self._office.name!r} cannot sum: {type(error).__name__}: {error}")
 

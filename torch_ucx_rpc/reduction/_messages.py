@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 OptimizerFactory = Callable[[list[Any]], Any]
 
-# Stands for "no step" and "no generation" so far.
+# Stands for "no step yet" and "no generation yet".
 NEVER = -1
 # A generation is the number of an epoch with the number of an attempt in its low bits.
 _ATTEMPTS = 20

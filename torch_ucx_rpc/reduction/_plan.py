@@ -36,8 +36,8 @@ def difference(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, 
     index = next((index for index, pair in pairs if pair[0] != pair[1]), min(len(shapes), len(expected)))
     return (
         f"there are {len(shapes)} tensors, of which number {index} is "
-        f"{list(shapes[index]) if index < len(shapes) else 'missing'}; the server has {len(expected)}, and that one "
-        f"{'is ' + str(list(expected[index])) if index < len(expected) else 'not'}"
+        f"{list(shapes[index]) if index < len(shapes) else 'missing'}; the server has {len(expected)}, and that one is "
+        f"{list(expected[index]) if index < len(expected) else 'missing'}"
     )
 
 

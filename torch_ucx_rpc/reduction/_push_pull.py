@@ -70,7 +70,7 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
         steps = server.by_hand[name] = server.make_by_hand(name, quorum=quorum, keeps=keeps, is_cut=False)
     if steps.is_busy:
         raise RuntimeError(
-            f"the former push to {server!r} has not been answered: wait for it before the next one, or push to "
+            f"the earlier push to {server!r} has not been answered: wait for it before the next one, or push to "
             f"another server, of reduction.serve(..., name=...)"
         )
     steps.put([tensor.detach() for tensor in tensors])

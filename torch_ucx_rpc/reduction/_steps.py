@@ -478,7 +478,7 @@ class Steps:
             if names:
                 return (
                     f"it waited for {', '.join(names)}. If some need not come, serve(..., trainers=N) says how "
-                    f"many do, and quorum=N lets a step go on without the slow"
+                    f"many do, and quorum=N lets a step go on without slow trainers"
                 )
             return "no trainer is missing: a host hangs, or the network is cut or slow"
         return "the decider of its epoch does not answer"

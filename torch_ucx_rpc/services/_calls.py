@@ -241,5 +241,5 @@ def _judge(route: Route, replica: Replica, error: BaseException, tried: list[Rep
     if not route.idempotent:
         raise ReplicasLost(
             f"worker {replica} was lost while it was called by {route.name!r}. The call may have been executed, so it "
-            f"is not repeated with another replica: that takes register(..., idempotent=True). ({error})"
+            f"is not repeated with another replica: a repetition needs register(..., idempotent=True). ({error})"
         ) from error

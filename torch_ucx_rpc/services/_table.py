@@ -82,8 +82,8 @@ def _why_not_both(offer: Offer, other: Offer) -> str | None:
     if offer.is_value or other.is_value:
         return "; choose another name, or have that worker unregister it first"
     if offer.idempotent != other.idempotent:
-        return f", with idempotent={other.idempotent}: register a replica with the same, or choose another name"
+        return f", with idempotent={other.idempotent}: register the replica with the same value, or choose another name"
     if offer.is_async != other.is_async:
         decorated = "with" if other.is_async else "without"
-        return f", {decorated} rpc.functions.async_execution: a replica must be alike, or choose another name"
+        return f", {decorated} rpc.functions.async_execution: decorate all replicas or none, or choose another name"
     return None

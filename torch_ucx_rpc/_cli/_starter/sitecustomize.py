@@ -248,7 +248,7 @@ def _send(link: socket.socket, answer: object) -> None:
 
 
 def _fork_workers() -> None:
-    """Be the starter whose workers run the program of this process. Returns in each of them."""
+    """Act as the starter whose workers run the program of this process. Returns in each of them."""
     settings = json.loads(os.environ.pop(VARIABLE))
     command = Path("/proc/self/cmdline").read_bytes()
     if settings["pythonpath"] is None:
@@ -276,7 +276,7 @@ def _import_users_sitecustomize() -> None:
 
 
 def _exec_workers() -> None:
-    """Be the starter whose workers run the program that the launcher names."""
+    """Act as the starter whose workers run the program that the launcher names."""
     settings = json.loads(sys.argv[1])
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     link = socket.socket(fileno=settings["link"])
@@ -287,7 +287,7 @@ if __name__ == "sitecustomize":
     try:
         _fork_workers()
     except BaseException as error:
-        # Python would go on to the program.
+        # Without this exit, Python would go on to the program.
         sys.stderr.write(f"torch_ucx_rpc run: the process that starts workers fails: {error!r}\n")
         sys.stderr.flush()
         os._exit(1)
