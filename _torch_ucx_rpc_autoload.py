@@ -1,8 +1,8 @@
 """Lets TORCH_UCX_RPC_REPLACE_TENSORPIPE work in programs that know nothing of torch_ucx_rpc.
 
 torch calls `autoload` near the end of its own import, in every process where the package is installed. setup.cfg
-declares it as an entry point of the group ``torch.backends``. It has a module of its own, beside the package, because
-importing anything of the package loads UCX.
+declares it as an entry point of the group ``torch.backends``. This module is beside the package, because importing
+anything of the package loads UCX.
 """
 
 from __future__ import annotations

@@ -237,9 +237,9 @@ def _check(parser: argparse.ArgumentParser) -> None:
 def _top(parser: argparse.ArgumentParser) -> None:
     """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
-    This command finds this user's workers on this host without a setting in the job. They ask the workers on other
-    hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow terminal
-    has some of them):
+    This command finds this user's workers on this host without a setting in the job. These workers ask the workers on
+    other hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow
+    terminal has some of them):
 
         calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      durations of the calls that were completed in the last interval

@@ -275,8 +275,8 @@ def _newer_ucx() -> str:
 def check_torch_version(built_for: str, running: str, listing: Path = _HEADERS, include: Path | None = None) -> None:
     """Refuse another torch than the build's, except a patch release with the same C++ interface.
 
-    The CPU and CUDA builds of one release are interchangeable. So are two patch releases if every header that `listing`
-    names is the same in the folder `include` (default: torch's).
+    The CPU and CUDA builds of one release are interchangeable. Two patch releases are interchangeable if every header
+    that `listing` names is the same in the folder `include` (default: torch's).
     """
     built, here = without_build_label(built_for), without_build_label(running)
     if built == here:

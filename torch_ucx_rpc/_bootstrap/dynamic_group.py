@@ -3,7 +3,7 @@
 A joining worker enters the list of members in the Store (``member_list``), and reads the records of earlier members
 there. It asks each earlier member, over UCX, to admit it. Later workers ask it in turn. So of two workers that join at
 the same time, the later one asks the earlier one. Only joining needs the Store: its host may leave the group, and even
-end, without harm to members. In a job with a secret, the list and the announcements are authenticated.
+end, without harm to members. In a job with a secret, workers authenticate the list and the announcements.
 
 A worker asks each member until the member answers or is lost. A network cut delays a join, but both workers know each
 other in the end.

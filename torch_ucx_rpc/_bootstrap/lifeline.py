@@ -5,8 +5,8 @@ InfiniBand and RoCE a connection to a dead process fails only after some ten sec
 the process has ended (``csrc/peers/lifelines``). Workers that use InfiniBand or RoCE connect to the lifeline at once.
 Other workers connect to it after another connection has failed.
 
-No thread accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
-byte of a stranger is read, and no connection takes a file of this process. Connections beyond the backlog may be
+No thread accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So
+this process reads no byte of a stranger, and spends no file on a connection. Connections beyond the backlog may be
 missing; their workers notice the end by the heartbeat.
 """
 

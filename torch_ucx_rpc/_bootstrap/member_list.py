@@ -7,7 +7,7 @@
     member/1    record of the second ...
     compacted   the places that still had a record when a worker last read the whole list, up to some place
 
-The records are JSON. In a job with a secret they are authenticated, and so is ``compacted``.
+The records are JSON. In a job with a secret, workers authenticate them, and ``compacted`` too.
 
 A worker takes a place and then fills it. If it dies in between, the next worker that joins closes the place, so that no
 worker waits for it again. A worker that was only slow finds its place closed, and takes another. A place that is empty
@@ -36,7 +36,8 @@ _COMPACTED = "compacted"
 # The entry of a place whose worker did not fill it in time. `read_records` takes it for empty, and `add` does not.
 _CLOSED = " "
 
-# A worker takes its place in the list, and writes its record in the next line of code. Others wait this long for it.
+# A worker takes its place in the list, and writes its record in the next line of code. Other workers wait this long for
+# the record.
 _WRITING_S = 5.0
 
 # More arrivals than any group has. The counter in the Store cannot be authenticated, so this module checks its range.

@@ -1,7 +1,7 @@
 """The members of a group of fixed size: each worker leaves its record in the Store, and every worker reads all records.
 
-The entries are JSON, and authenticated in a job with a secret (``secret``). Nothing from the Store is unpickled. Its
-keys::
+The entries are JSON, and authenticated in a job with a secret (``secret``). Workers unpickle nothing from the Store.
+Its keys::
 
     arrivals              how many workers have come
     arrival/0             record of the first; empty after that worker gave up
@@ -43,7 +43,7 @@ from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 _logger = logging.getLogger(__name__)
 
-# The Store answers on one thread. All workers together ask it about this often.
+# The Store answers on one thread. All workers together ask it about this many questions a second.
 _QUESTIONS_PER_S = 1000
 _FIRST_QUESTIONS_PER_S = 50_000
 _LONGEST_PAUSE_S = 1.0
@@ -212,7 +212,7 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
 
 def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
     arrivals = _Arrivals(store, own, secret)
-    # If rank 0 is present, it tells all workers when time is up. It may have begun to wait a little later than this
+    # If rank 0 is present, it tells all workers when time is up. Rank 0 may have begun to wait a little later than this
     # worker.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):

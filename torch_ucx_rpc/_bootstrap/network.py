@@ -68,7 +68,8 @@ def meeting_address(store: Store) -> str | None:
     """This host's address for workers on other hosts; None if there is no such address, or if all workers are on this
     host.
 
-    It is the address that leads to the Store. If the workers meet in a file, it is the address of the default route.
+    The address is that of the interface that leads to the Store. If the workers meet in a file, it is the address of
+    the default route.
     """
     host = host_of(store) or (ELSEWHERE if _is_file(store) else None)
     address = None if host is None else address_towards(host)
@@ -136,7 +137,7 @@ def interface_with(address: str) -> str | None:
         if ipaddress.ip_address(ipv4) == wanted:
             # A second address of an interface may have a label: "eth0:1".
             return str(name.rstrip(b"\0").decode()).partition(":")[0]
-    # All of 127.0.0.0/8 is loopback, but only one address is listed.
+    # All of 127.0.0.0/8 is loopback, but the kernel lists only one address.
     return "lo" if wanted.is_loopback else None
 
 

@@ -143,12 +143,12 @@ class JobAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         self._attempt = worker_group.spec.max_restarts - self._remaining_restarts
         try:
-            # From here on, signals are only noted. Until then, Ctrl-C ends a job whose imports hang.
+            # From here on, this process only notes signals. Until then, Ctrl-C ends a job whose imports hang.
             with (
                 self._starter.batch(self._signals.note),
                 _started_by(self._starter),
                 # On the main thread elastic would install handlers of its own. They raise, which would leave a starting
-                # worker behind. They also replace the handlers of signals that should be ignored.
+                # worker behind. They also replace the handlers of signals that this process should ignore.
                 concurrent.futures.ThreadPoolExecutor(1) as executor,
             ):
                 pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
@@ -280,7 +280,7 @@ class JobAgent(LocalElasticAgent):
     def _is_one_ending(self) -> bool:
         """Whether a worker has failed while another one, still running, may be ending with an earlier failure."""
         context: Any = self._pcontext
-        # Local ranks are counted in the order of ranks, and so are the names.
+        # elastic counts local ranks in the order of ranks, and the names follow the same order.
         names = list(self._names.names.values())
         processes = {names[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
         failed = [name for name, process in processes.items() if process.poll()]

@@ -9,7 +9,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end this process at once, until `note`: from then on they are only noted.
+    """Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end this process at once, until `note`: from then on this object only notes
+    them.
 
     A signal that this process was started to ignore stays ignored, here and in the workers, as after ``nohup``.
     """

@@ -43,8 +43,8 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
         rpc.rpc_async("ps", update, args=(parameter, gradient))
 
     The function gets each tensor as an array on the tensor's memory. All tensors must be on the CPU. numba compiles the
-    function at the first call with given dtypes, numbers of dimensions and layouts (contiguous or not). That takes the
-    GIL, and about a second. Arrays of arguments that the schema does not mark as written (``Tensor(a!)``) are
+    function at the first call with given dtypes, numbers of dimensions and layouts (contiguous or not). Compiling takes
+    the GIL, and about a second. Arrays of arguments that the schema does not mark as written (``Tensor(a!)``) are
     read-only. A function that writes to such an array does not compile. Calls that write to the same storage take
     turns.
 

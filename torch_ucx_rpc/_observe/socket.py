@@ -4,7 +4,7 @@ Each worker listens on a Unix socket with a name in Linux's abstract namespace, 
 socket needs no folder, vanishes with its process, can be found in ``/proc/net/unix``, and cannot be reached from other
 hosts. The kernel identifies the user of a connection: the worker answers only its own user and root.
 
-A question is a line of JSON, an answer is one document of JSON, and nothing is unpickled::
+A question is a line of JSON, an answer is one document of JSON, and neither side unpickles anything::
 
     []           statistics of this worker
     [3, 4, ...]  statistics of these workers on other hosts, which this worker asks by RPC

@@ -1,9 +1,9 @@
 """Arrays of NumPy, CuPy, numba and RMM, in arguments and results, travel as tensors and arrive as arrays.
 
-torch's RPC pickler collects tensors, whose memory is sent unchanged, and pickles everything else. The reducers of this
-module replace an array by a tensor on the same memory, and a function that makes the array again. Some arrays are
-pickled as before: objects of subclasses, arrays with Python objects in them, small arrays, and arrays in device memory
-without device maps. If the running agent is not UCX's, all arrays are.
+torch's RPC pickler collects tensors, whose memory the agent sends unchanged, and pickles everything else. The reducers
+of this module replace an array by a tensor on the same memory, and a function that makes the array again. The pickler
+still pickles some arrays: objects of subclasses, arrays with Python objects in them, small arrays, and arrays in device
+memory without device maps. If the running agent is not UCX's, all arrays are.
 """
 
 # mypy: allow-untyped-calls
@@ -31,7 +31,8 @@ _MOST_DIMENSIONS = 31
 
 
 class Reducers(dict[type, Callable[[Any], Any]]):
-    """A pickler's dispatch table. Types of arrays and of tensors are added when first met: no library is imported."""
+    """A pickler's dispatch table. The table gets a type of arrays or tensors when the pickler first meets it, so this
+    module imports no library."""
 
     def __missing__(self, type_: type) -> Callable[[Any], Any]:
         reducer = subclasses.reducer(type_) or _REDUCERS[type_.__module__, type_.__qualname__]

@@ -51,9 +51,9 @@ def register() -> None:
     * A blocked ``rpc_sync`` answers Ctrl-C, and drives its call instead of sleeping: the calling thread receives and
       completes its own answer. ``RRef.to_here`` does the same without a patch: torch sends and waits in one C++
       function, and the agent waits where it sends.
-    * ``Future.wait`` answers Ctrl-C, for every future. It does not drive.
-    * An exception of the callee keeps its type, in ``rpc_sync`` and in futures. So does the error if the callee cannot
-      unpickle the arguments.
+    * ``Future.wait`` answers Ctrl-C, for every future. It does not drive the future's call.
+    * An exception of the callee keeps its type, in ``rpc_sync`` and in futures. The error of a callee that cannot
+      unpickle the arguments keeps its type too.
     * Python functions can return sparse tensors of compressed layouts.
     * Arrays in arguments and results travel as tensors, and futures know their device memory.
 
@@ -167,7 +167,7 @@ def _delete_rrefs(timeout: timedelta | None = None) -> None:
     _torchs_delete_rrefs(*([] if timeout is None else [timeout]))
 
 
-# Every call passes here, so nothing is looked up or repacked without need.
+# Every call passes here, so this looks up and repacks nothing without need.
 def _invoke_rpc(
     to: Any,
     func: Any,

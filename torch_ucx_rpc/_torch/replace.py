@@ -30,7 +30,7 @@ def replace_tensorpipe() -> None:
 
     TensorPipe starts without a backend, with ``BackendType.TENSORPIPE``, and with ``TensorPipeRpcBackendOptions``. Of
     those options, ``num_worker_threads``, ``rpc_timeout``, ``init_method``, ``device_maps`` and ``devices`` apply to
-    UCX. ``_transports`` and ``_channels``, which choose among parts of TensorPipe, are ignored. Other backends stay as
+    UCX. UCX ignores ``_transports`` and ``_channels``, which choose among parts of TensorPipe. Other backends stay as
     they are. The first ``init_rpc`` that starts UCX instead logs a warning, with the logger ``torch_ucx_rpc``.
 
     The environment variable ``TORCH_UCX_RPC_REPLACE_TENSORPIPE=1`` does the same for an unchanged program, and for the

@@ -1,4 +1,4 @@
-"""Parts of a graceful shutdown in which torch waits for every worker. They end early if one is lost."""
+"""Parts of a graceful shutdown in which torch waits for every worker. They end early if a worker is lost."""
 
 # mypy: allow-untyped-calls
 

@@ -1,7 +1,7 @@
 """The epochs of a group as one member sees them: `Epochs`, a state machine without threads, clocks or a network.
 
 docs/development/membership.md has the protocol and the argument for it. The caller passes the time of its own clock to
-each method. It sends the messages of `take_outgoing`, and reports messages, ticks and certain deaths.
+each method. The caller also sends the messages of `take_outgoing`, and reports messages, ticks and certain deaths.
 
 The file is long, since leases, ballots and founding are one argument about the same variables.
 """

@@ -37,7 +37,7 @@ class RpcSlots:
 
     # Bytes that a sender may have under way to one worker before `put` blocks.
     LENT_BYTES = 256 * 1024 * 1024
-    # A value up to this size is copied, so that its sender may change it at once.
+    # `put` copies a value up to this size, so that the sender may change it at once.
     COPIED_BYTES = 32 * 1024
 
     def __init__(self, name: str) -> None:

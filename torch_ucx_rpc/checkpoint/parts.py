@@ -38,8 +38,9 @@ class Part(NamedTuple):
     ``collect(*args)`` returns the object's state there, a dict that may be nested, with the living tensors.
     ``template(*args, saved)`` is a dict of tensors to read into; non-tensor entries may hold any placeholder. ``saved``
     maps the paths that the checkpoint has below the object to DCP's metadata. ``template`` raises ValueError if the
-    object cannot take that state. ``apply(*args, state)`` gets the template after the read. The functions and arguments
-    are pickled, unless ``worker`` is None: then they run where `save` and `load` are called.
+    object cannot take that state. ``apply(*args, state)`` gets the template after the read. `save` and `load` pickle
+    the functions and arguments. But if ``worker`` is None, the functions run in the process that calls `save` or
+    `load`.
     """
 
     worker: str | None

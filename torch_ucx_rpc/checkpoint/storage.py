@@ -29,7 +29,8 @@ _logger = logging.getLogger("torch_ucx_rpc.checkpoint")
 
 _METADATA = ".metadata"
 
-# Seconds until a file of another host must be seen here. Network file systems look at a folder again after some time.
+# Seconds within which a file of another host must appear here. Network file systems look at a folder again after some
+# time.
 _UNTIL_SEEN_S = 5.0
 
 # While another process has its turn in a folder: seconds until a warning, until an error, and between two tries.

@@ -55,7 +55,7 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     """Add the gradients of ``inputs`` to their ``grad``, and put off those of the weights.
 
     torch's analysis of the graph finds the nodes at which the paths to weights leave the path to the inputs. `HalfDone`
-    keeps the gradients that arrive there, so nothing is computed twice.
+    keeps the gradients that arrive there, so `weights_half` computes nothing twice.
     """
     roots, gradients = list(roots), list(gradients)
     if not roots or not inputs:

@@ -190,8 +190,8 @@ class DistributedPipeline:
 
         Returns the mean of the micro-batches' losses, a scalar tensor on the CPU, without gradient. With
         ``return_outputs`` it returns a tuple of the loss and the output. If the loss returns ``(sum, count)``, the
-        result is the sum over the whole batch, divided by the count of the whole batch. The gradients are divided in
-        the same way.
+        result is the sum over the whole batch, divided by the count of the whole batch. The workers divide the
+        gradients in the same way.
 
         Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare is left. Either way
         the workers have undone the step: they have removed its gradients, and freed its memory. Statistics of batch
@@ -338,7 +338,7 @@ class DistributedPipeline:
         """Write model, optimizers and random states to the folder ``path``; see `torch_ucx_rpc.checkpoint`. With spares
         it also writes the gradients.
 
-        Returns None, or with ``asynchronous`` a future as soon as everything has been copied.
+        Returns None, or with ``asynchronous`` a future as soon as the workers have copied everything.
         """
         return self._recovery.save(path, asynchronous)
 

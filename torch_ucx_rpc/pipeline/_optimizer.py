@@ -114,7 +114,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def checkpoint_parts(self) -> list[Any]:
         """Return the parts that each worker writes, for `torch_ucx_rpc.checkpoint`."""
-        # This imports torch.distributed.checkpoint, which takes longer than all the rest.
+        # This import is here because it also imports torch.distributed.checkpoint, which takes long.
         from torch_ucx_rpc.checkpoint import Part
         from torch_ucx_rpc.checkpoint.optimizers import check_groups, room_for
 

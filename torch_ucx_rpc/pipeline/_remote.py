@@ -210,7 +210,7 @@ class RemoteModel:
     def parts(self, *what: Any, optional: bool = False, here: bool = True) -> list[Any]:
         """Return the parts of `_state` that the workers write, for `torch_ucx_rpc.checkpoint`; without ``here`` those
         of other processes than the driver's."""
-        # This imports torch.distributed.checkpoint, which takes longer than all the rest.
+        # This import is here because it also imports torch.distributed.checkpoint, which takes long.
         from torch_ucx_rpc.checkpoint import Part
 
         return [

@@ -206,7 +206,7 @@ class Stages:
         return all(bool(gradient.isfinite().all()) for gradient in scaled)
 
     def order_state(self, *what: Any) -> dict[str, Any]:
-        """Return a part of the state: see `_state`. It is copied, since the answer may leave after the next order has
+        """Return a part of the state: see `_state`. This copies it, since the answer may leave after the next order has
         begun."""
         state = part_of(self, *what).collect()
         return {name: map_tensors(lambda one: one.detach().to("cpu", copy=True), one) for name, one in state.items()}

@@ -90,7 +90,8 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
     """Flatten as pytree does, dataclasses included: to pytree they are leaves until they are registered."""
     while True:
         leaves, spec = pytree.tree_flatten(value)
-        # Register all dataclasses, even without tensors: leaves are counted, and must be the same on all workers.
+        # Register all dataclasses, even without tensors: positions count leaves, so a value must have the same leaves
+        # on all workers.
         unknown = {type(leaf) for leaf in leaves if _is_plain_dataclass(type(leaf))}
         if not unknown:
             return leaves, spec
@@ -193,8 +194,8 @@ def split(values: Any, count: int) -> list[Any]:
 def merge(parts: Sequence[Any]) -> Any:
     """Join the outputs of micro-batches: concatenate tensors along dimension 0, and stack scalars.
 
-    Other leaves become a list: tensors whose sizes do not fit, and values that are not equal. So do outputs of
-    different structures.
+    Other leaves become a list: tensors whose sizes do not fit, and values that are not equal. Outputs of different
+    structures become a list too.
     """
     flattened = [flatten(part) for part in parts]
     spec = flattened[0][1]

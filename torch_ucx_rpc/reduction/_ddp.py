@@ -66,7 +66,7 @@ def state(
     Args:
         server (Server): result of `serve`.
         quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
-            Gradients of late trainers are dropped (default: None, all present trainers).
+            The mean leaves out gradients of late trainers (default: None, all present trainers).
         process_group (ProcessGroup): group of DistributedDataParallel (default: the default group).
         model (nn.Module): with a quorum, a late trainer loads another trainer's state into this model (default: None).
             Without a model, being late is an error.
@@ -103,7 +103,7 @@ def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     """Average gradients through a server: a communication hook of DistributedDataParallel.
 
     torch's compression can wrap it, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: half the bytes travel,
-    and sums are computed in float16.
+    and the hosts compute sums in float16.
     """
     expected = "what reduction.state returns, as in ddp.register_comm_hook(reduction.state(server), reduction.hook)"
     check_type("state", State, expected, state)

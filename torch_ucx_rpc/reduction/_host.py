@@ -262,7 +262,8 @@ class Host:
 
     @staticmethod
     def _sum(channel: Channel, opening: Opening, tag: str, shard: Shard | None) -> None:
-        """Sum a part of a bucket. The parts of a generation are numbered."""
+        """Sum a part of a bucket. The tag consists of the number of the shard and the index of the part in the
+        generation."""
         names = opening.contributors
         posted = [channel.post(name, tag) for name in names]
         mean = _mean(names, [list(one.wait(0)) for one in posted])

@@ -56,15 +56,15 @@ class Report(NamedTuple):
     step: int = NEVER
     # The generation in which the previous step was closed, or the model was begun.
     committed: int = NEVER
-    # The generation in which it has all means of its step.
+    # The generation in which the trainer has all means of its step.
     prepared: int = NEVER
-    # Its gradients up to this generation do not count: its backward failed, or its time was over.
+    # The trainer's gradients up to this generation do not count: its backward failed, or its time was over.
     void: int = NEVER
-    # It has all gradients of its step.
+    # The trainer has all gradients of its step.
     is_ready: bool = False
-    # The step and commit of its parameters, if it has no state, since the others had a later one.
+    # The step and commit of the trainer's parameters, if it has no state, since the others had a later one.
     former: tuple[int, int] = (NEVER, NEVER)
-    # It takes another trainer's state in the middle of its step, so its gradients do not count.
+    # The trainer takes another trainer's state in the middle of its step, so its gradients do not count.
     is_late: bool = False
     has_left: bool = False
     quorum: int | None = None
@@ -100,7 +100,7 @@ class Opening(NamedTuple):
     generation: int
     step: int
     committed: int
-    # Trainers in the order of ranks, in which gradients are added. With a quorum, empty until enough are ready.
+    # Trainers in the order of ranks, in which hosts add gradients. With a quorum, empty until enough are ready.
     contributors: tuple[str, ...]
     # The contributors, and late trainers, which get the means and put nothing.
     recipients: tuple[str, ...]

@@ -90,7 +90,7 @@ class Office:
         self._decider: Decider | None = None
         # Messages for an epoch that this worker has not entered, or does not decide yet.
         self._early: list[tuple[int, bool, Callable[[], None]]] = []
-        # When this worker comes back to the group. It waits longer each time, until it has been in for _MOST_S.
+        # When this worker comes back to the group. It waits longer each time, until it has been a member for _MOST_S.
         self._coming_back_s = _COMING_BACK_S
         self._came_at = 0.0
         self._looks_again = False
@@ -454,7 +454,7 @@ def _come() -> None:
 
 
 def _has(key: str) -> bool:
-    """Tell whether this worker trains a model, and has its state. Then it comes back to the group."""
+    """Tell whether this worker trains a model, and has its state. If so, the worker comes back to the group."""
     if not office.is_made():
         return False
     own = office()

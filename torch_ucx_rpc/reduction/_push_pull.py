@@ -33,8 +33,8 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
         server (Server): result of `serve`.
         gradients (Tensor or list): gradients of all parameters, in the same order each time; or one tensor.
         quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
-            Gradients of late trainers are dropped. All trainers must give the same quorum (default: None, all present
-            trainers).
+            The mean leaves out gradients of late trainers. All trainers must give the same quorum (default: None, all
+            present trainers).
 
     Raises TypeError for gradients that are not floating point. Raises ValueError for sparse gradients, for other shapes
     than the server's, and for a quorum above the number of trainers.

@@ -212,7 +212,7 @@ class Steps:
         """Wait until the step is closed, and return the means of each bucket. The next step begins.
 
         Raises ValueError if the gradients do not fit the others'. Raises RuntimeError if the step was not closed within
-        ``rpc_timeout``, or if this trainer is cut off. The step may be put again then.
+        ``rpc_timeout``, or if this trainer is cut off. The trainer may then put the step again.
         """
         self._is_finishing = True
         try:

@@ -1,8 +1,7 @@
 """Calls by name: the choice of a replica, and repetition when a replica is lost.
 
-A call is one request to one replica. The first call of a name makes its `Route`, which is dropped when the table
-changes. With several replicas a call takes the one with the fewest open calls of this worker; equal replicas take
-turns.
+A call is one request to one replica. The first call of a name makes its `Route`; a change of the table drops it. With
+several replicas a call takes the one with the fewest open calls of this worker; equal replicas take turns.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -121,7 +120,7 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
             a parameter of this name, pass that by position.
 
     If the replica is lost and the service is idempotent, this worker repeats the call with another one, as often as
-    there are replicas. A replica that no longer offers the name has executed nothing, so another one is called.
+    there are replicas. A replica that no longer offers the name has executed nothing, so this worker calls another one.
 
     Raises the service's exception. Raises `UnknownName` if no worker offers the name, and `ReplicasLost` if the replica
     was lost and the call cannot be repeated.
