@@ -47,7 +47,7 @@ def check_str(argument: str, value: object) -> None:
 
 
 def check_count(argument: str, least: int, expected: str, value: object) -> None:
-    # Python takes True for an int.
+    # Python treats True as an int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong_type(argument, f"an int, {expected}", value)
     if value < least:

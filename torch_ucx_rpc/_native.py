@@ -69,9 +69,9 @@ _PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", 
 # UCX overwrites fewer bytes of each function.
 _PATCHED_BYTES = 64
 _PATCHING_WAIT = "UCX_MEM_BISTRO_GRACE_DURATION"
-# The wait if no thread can be there. Not zero: a thread of a library may have been woken since the check, and passes
-# these bytes within nanoseconds. Not longer: UCX spins for it, eight times, and workers that start together share
-# cores.
+# The wait if no thread can be in those bytes. Not zero: a thread of a library may have been woken since the check, and
+# passes these bytes within nanoseconds. Not longer: UCX spins for it, eight times, and workers that start together
+# share cores.
 _SHORT_PATCHING_WAIT = "10us"
 
 

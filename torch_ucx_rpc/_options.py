@@ -66,7 +66,7 @@ def _integer_or_none(least: int, most: int, meaning: str) -> Option[int | None]:
 
 def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
-        # Python takes True for an int, and 64e6 may be meant as one, but neither is a clear request.
+        # Python treats True as an int, and a user may write 64e6 for an int, but neither is a clear request.
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise wrong_type(name, f"an int, {meaning}", value)
         number = operator.index(value)

@@ -153,7 +153,7 @@ class JoinFailed(RpcError):
 
 
 class JoinTimedOut(JoinFailed, TimeoutError):
-    """Within ``init_rpc``'s ``init_timeout`` other workers have not come, or the Store was not there.
+    """Within ``init_rpc``'s ``init_timeout`` other workers have not come, or the Store could not be reached.
 
     Attributes:
         timeout (float | None): the ``init_timeout``, in seconds.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
-# A Store that is there answers within milliseconds, a busy one within a second or two.
+# A reachable Store answers within milliseconds, a busy one within a second or two.
 _PATIENCE = datetime.timedelta(seconds=5)
 
 

@@ -33,7 +33,7 @@ _PREFIX = "torch_ucx_rpc/dynamic"
 _ARRIVALS = "arrivals"
 _COMPACTED = "compacted"
 
-# The entry of a place whose worker did not fill it in time. `read_records` takes it for empty, and `add` does not.
+# The entry of a place whose worker did not fill it in time. `read_records` treats it as empty, and `add` does not.
 _CLOSED = " "
 
 # A worker takes its place in the list, and writes its record in the next line of code. Other workers wait this long for

@@ -89,7 +89,8 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
 def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """Do rank 0's part: wait for the others, judge, and publish the verdict."""
     arrivals = _Arrivals(store, own, secret)
-    # Rank 0 stays in the list until its verdict is there. Otherwise a worker whose time ends now would call it absent.
+    # Rank 0 stays in the list until its verdict is in the Store. Otherwise a worker whose time ends now would call it
+    # absent.
     with _listed(store, own, secret):
         try:
             members = _await_members(arrivals, own, deadline)
@@ -320,7 +321,8 @@ class _Arrivals:
         self._present = {key: self._present[key] for key, text in zip(keys, texts, strict=True) if text}
 
     def are_all(self) -> bool:
-        """Tell whether the whole group has come. If workers disagree on its size, the smallest size counts."""
+        """Tell whether all workers of the group have come. If workers disagree on its size, the smallest size
+        counts."""
         return len(self._present) >= min(self.world_sizes())
 
     def read_sessions(self) -> set[int]:

@@ -1,7 +1,7 @@
 """The network interface for UCX, unless the user chooses one: the interface that leads to the Store.
 
 UCX takes the fastest interface of a host, even one that does not lead to the other hosts. Examples are a bridge of
-containers, and a network card with another cable. The interface to the Store does lead there. InfiniBand is always
+containers, and a network card with another cable. The interface to the Store does lead to them. InfiniBand is always
 included: its devices are not network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
 """
 

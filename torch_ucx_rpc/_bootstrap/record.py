@@ -61,7 +61,7 @@ class Record(NamedTuple):
         try:
             # A process that has ended stays in the table, as a zombie, until its parent asks for its exit code.
             return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
-        except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError if the process ends during the look
+        except (FileNotFoundError, ProcessLookupError):  # The latter if it ends while this reads its state.
             return True
 
     def to_values(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _plain_fields() -> dict[str, type]:
 
 
 def _device(text: object) -> torch.device:
-    # torch.device also accepts numbers, and takes them for GPUs of this machine.
+    # torch.device also accepts numbers, and treats them as GPUs of this machine.
     if not isinstance(text, str):
         raise TypeError(f"{text!r} is not a device")
     return torch.device(text)

@@ -38,7 +38,7 @@ FAN_OUT = 32
 _PATIENCE_S = 2.0
 # Longer than the pauses, of a second at most, in which workers wait for the verdict before they connect here.
 _FAREWELL_S = 4.0
-# A socket takes 0 for "do not wait".
+# For a socket, 0 means "do not wait".
 _LEAST_WAIT_S = 0.001
 _BACKLOG = 2 * FAN_OUT
 

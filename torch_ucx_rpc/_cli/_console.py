@@ -1,4 +1,4 @@
-"""Output with the package rich; commands that need it get it here."""
+"""Output of the commands: a console of the package rich, progress bars, and units as text."""
 
 from __future__ import annotations
 

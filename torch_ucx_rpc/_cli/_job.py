@@ -30,7 +30,7 @@ from torch_ucx_rpc._cli._signals import Signals
 from torch_ucx_rpc._cli._starter.client import Starter
 from torch_ucx_rpc._launch.environment import default_name
 
-# Seconds between two looks at the workers, and at the Store, which has news of other machines.
+# Seconds between two checks of the workers, and of the Store, which has news of other machines.
 MONITOR_INTERVAL_S = 0.05
 
 # After a worker has failed, wait this long for a running worker that has written a traceback: it may have failed first.

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 _LEAST_SHARED_MEMORY = 256 * _MIB
 _LEAST_FILES = 4096
 
-# A resolver that is there answers within milliseconds.
+# A reachable resolver answers within milliseconds.
 _SLOW_RESOLVER_S = 1.0
 
 

@@ -160,7 +160,7 @@ _FOR_CUDA = {"all", "cuda", "cuda_copy"}
 
 
 def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Mapping[str, str]) -> None:
-    """Raise JoinFailed if UCX would take pointers to these devices for host memory, and crash.
+    """Raise JoinFailed if UCX would treat pointers to these devices as host memory, and crash.
 
     Args:
         ucx_path: the file of the loaded libucp.

@@ -103,7 +103,7 @@ def original(text: str) -> Exception | None:
 def deserialize(pickled: bytes, tensors: list[Any]) -> Any:
     """Replaces torch's ``internal.deserialize``: a call that cannot be unpickled becomes a call that raises the
     reason."""
-    # Every call passes here, twice.
+    # Every call runs this function, twice.
     try:
         return _torchs_deserialize(pickled, tensors)
     except BaseException as error:

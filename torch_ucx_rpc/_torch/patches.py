@@ -167,7 +167,7 @@ def _delete_rrefs(timeout: timedelta | None = None) -> None:
     _torchs_delete_rrefs(*([] if timeout is None else [timeout]))
 
 
-# Every call passes here, so this looks up and repacks nothing without need.
+# Every call runs this function, so it looks up and repacks nothing without need.
 def _invoke_rpc(
     to: Any,
     func: Any,
@@ -184,7 +184,7 @@ def _invoke_rpc(
     return future
 
 
-# torch.futures.Future and wait_all come here too.
+# torch.futures.Future and wait_all call this function too.
 def _wait_for_future(future: Any) -> Any:
     agent = _agent.current
     # The future of rpc_sync is done by now.

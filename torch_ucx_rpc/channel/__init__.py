@@ -16,7 +16,7 @@ Example::
     tensor([...])
 
 A worker that has advanced to epoch 4 drops the values of epoch 3, and their senders get `EpochEnded`.
-Values of a later epoch wait until the receiver gets there.
+Values of a later epoch wait until the receiver advances to it.
 
 How the package is laid out:
 

@@ -72,7 +72,7 @@ class Channel:
 
     @property
     def epoch(self) -> int:
-        """The epoch that this channel puts and takes in."""
+        """The epoch in which this channel puts and takes values."""
         return self._epoch
 
     def put(

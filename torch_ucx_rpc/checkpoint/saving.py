@@ -81,8 +81,8 @@ def save(
             modules, modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be
             pickled.
         path (str or Path): the same folder for all workers (default: None, only with ``storage_writer``). A relative
-            path counts from this process's directory. `save` removes the files of an earlier checkpoint there once the
-            new one is whole.
+            path counts from this process's directory. `save` removes the files of an earlier checkpoint in the folder
+            once the new one is whole.
         asynchronous (bool): return as soon as each worker has copied its part, and write in the background (default:
             False). Saves into one folder take turns, those of one process in the order of their calls.
         storage_writer (StorageWriter): DCP's, such as ``FsspecWriter("s3://...")`` (default: None, files in a folder).

@@ -1,4 +1,5 @@
-"""How a stage's module comes to its worker: shipped, built there from a name, or there already behind an RRef."""
+"""How a worker gets the module of its stage. The driver ships it, the worker builds it from a name, or the worker has
+it already, behind an RRef."""
 
 from __future__ import annotations
 

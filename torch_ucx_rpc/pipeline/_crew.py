@@ -5,10 +5,9 @@
 1. The driver numbers its messages of an epoch from 0. Every host carries them out in turn. The driver waits for the
    results of the last one only.
 2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, or the driver has given a worker up.
-Every host
-   carries out all messages before that one and none from it on. A host that has already carried out its call undoes it.
-   A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses it. A host
-   may learn from another that the epoch is over. It then stops its call, and waits for the cut.
+   Every host carries out all messages before that one and none from it on. A host that has already carried out its call
+   undoes it. A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses
+   it. A host may learn from another that the epoch is over. It then stops its call, and waits for the cut.
 3. The next epoch begins when each host has reported that it begins it, or has been given up. Only then does the driver
    send orders again.
 4. The number keeps epochs apart. Orders, values between stages and results travel in boxes of the receiver. A box drops
@@ -66,7 +65,7 @@ class Place:
         self.worker = worker
         self.device = device
         self.host = name
-        """Name of the `_host.Host` there, and of its box. Two places may be in one process."""
+        """Name of the `_host.Host` on that worker, and of its box. Two places may be in one process."""
         self.info = rpc.get_worker_info(worker)
         self.is_here = worker == rpc.get_worker_info().name
         open_to_send(name)

@@ -371,8 +371,8 @@ class DistributedPipeline:
     def trace(self, path: str | os.PathLike[str], *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Do one `step`, and write a Chrome trace (``.json``, for Perfetto) of which stage did which micro-batch when.
 
-        Times come from the workers' clocks: between hosts they are as exact as these clocks agree. Raises ValueError
-        unless ``path`` ends in ``.json``.
+        Times come from the workers' clocks, so times of two hosts can be compared only as far as their clocks agree.
+        Raises ValueError unless ``path`` ends in ``.json``.
         """
         self._check_loss("trace")
         _show.check_path(path)

@@ -88,7 +88,7 @@ class Box:
             self._slots.advance(self.name, epoch)
 
     def close(self) -> None:
-        """End all waits here."""
+        """End all waits at this box."""
         self._is_closed = True
         self._slots.close(self.name)
 
@@ -193,5 +193,5 @@ def _failure_of(worker: str, error: RuntimeError) -> Exception:
 
 
 def _has_device_map(worker: str) -> bool:
-    """Tell whether tensors may go to that worker from devices. Otherwise they go by the CPU."""
+    """Tell whether this worker may send tensors on devices to that worker. If not, it sends copies on the CPU."""
     return bool(_get_current_rpc_agent()._get_device_map(rpc.get_worker_info(worker)))

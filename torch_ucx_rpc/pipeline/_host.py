@@ -2,8 +2,8 @@
 
 A message of the driver holds one or more orders. The thread takes messages by their number, and all computation of the
 stages runs on it. The result of the last order goes into the driver's box, if the driver waits for it. A failure goes
-there by RPC, and again with the answer to each question, since the driver may wait for another host. The host then
-waits until `cut`, on a thread of RPC, ends the epoch: see `_crew`.
+to the driver by RPC, and again with the answer to each question, since the driver may wait for another host. The host
+then waits until `cut`, on a thread of RPC, ends the epoch: see `_crew`.
 """
 
 # mypy: allow-untyped-calls

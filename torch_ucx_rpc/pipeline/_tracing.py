@@ -52,7 +52,7 @@ def divide(
     if split_spec is None:
         split_spec = _split_points(model, stages, args, kwargs, balance)
     _check(model, split_spec)
-    # Copy each tensor: torch.export would take two places with the same tensor for one.
+    # Copy each tensor: torch.export would treat two places with the same tensor as one.
     args, kwargs = map_tensors(torch.clone, _bound(inspect.signature(model.forward), args, kwargs))
     specs, program = _traced(model, args, kwargs, split_spec)
     if len(specs) != stages:

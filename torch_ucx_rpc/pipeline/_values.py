@@ -77,7 +77,7 @@ def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # A copy to the CPU must be complete: no later work there would wait for the device.
+    # A copy to the CPU must be complete: no later work on the CPU would wait for the device.
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 

@@ -108,7 +108,7 @@ class Shard:
     def _save(self) -> None:
         if self._path is None:
             return
-        # A process that is killed here leaves the earlier file whole.
+        # A process that is killed during this save leaves the earlier file whole.
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         state = {
             "parameters": [parameter.detach() for parameter in self.parameters],

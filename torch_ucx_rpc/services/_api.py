@@ -91,7 +91,7 @@ def register_all(functions: Mapping[str, Callable[..., Any]], *, idempotent: boo
 
 
 def pair(name: str, value: Any) -> None:
-    """Let any worker `get` this value, which stays here, by a name that no other worker has.
+    """Let any worker `get` this value by a name that no other worker has. The value stays on this worker.
 
     Raises `NameTaken`, which names the owner. `unregister` removes the name.
 
@@ -277,8 +277,8 @@ def call_role(
 ) -> list[Future[Any]]:
     """Call a function on every living worker of a role, also on this one if it has the role. Returns futures, by rank.
 
-    ``function`` travels as in ``rpc_async``, so it must be importable there. A str is the name of a service; only
-    workers of the role that offer it are called.
+    ``function`` travels as in ``rpc_async``, so it must be importable on those workers. A str is the name of a service;
+    only workers of the role that offer it are called.
 
     Raises `UnknownName` if no worker has the role (listing the roles), or none with the role offers the service.
 
