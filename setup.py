@@ -47,14 +47,14 @@ class CMakeBuild(build_ext):
         record = folder / "configured_with.txt"
         if record.exists() and record.read_text(encoding="utf-8") == shlex.join(arguments):
             return
-        # CMake would ask the same, but hides a missing part in a long report.
+        # CMake makes the same checks, but hides a missing part in a long report.
         build_environment.facts(os.environ.get("TORCH_UCX_RPC_UCX", ""))
         self.call(cmake, "--fresh", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *arguments)
         record.write_text(shlex.join(arguments), encoding="utf-8")
 
     def call(self, *command: str) -> None:
         if subprocess.run(command, check=False).returncode != 0:
-            # The cause stands above, in the words of CMake or the compiler.
+            # CMake or the compiler has printed the cause above.
             sys.exit(f"torch_ucx_rpc: this command failed: {shlex.join(command)}")
 
 

@@ -1,4 +1,4 @@
-"""The agent of this process: its Python side, which agent is running, and how it ends. ``_start`` starts it."""
+"""The agent of this process: its Python class, the running agent, and its end. ``_start`` starts it."""
 
 # mypy: allow-untyped-calls
 
@@ -116,7 +116,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         for callback in self.before_leaving:
             callback()
         if self.group is not None and not self.group.is_static:
-            # From now on, workers that join need not ask this one.
+            # From now on, workers that join need not ask this one to admit them.
             self.group.leave()
         super().join(shutdown, timeout)
 

@@ -141,8 +141,8 @@ def signal_handlers_kept() -> Iterator[None]:
 def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
     """True if no other thread is in, or about to enter, the functions that UCX overwrites.
 
-    That is certain if this is the only thread of Python, and all others sleep in system calls that are made elsewhere.
-    The threads of a BLAS or of OpenMP do so while they wait for work. False if unknown.
+    That is certain if this is the only thread of Python, and all other threads sleep in system calls outside those
+    functions. The threads of a BLAS or of OpenMP do so while they wait for work. False if unknown.
     """
     if len(sys._current_frames()) != 1:
         return False

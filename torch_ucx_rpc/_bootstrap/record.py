@@ -61,7 +61,7 @@ class Record(NamedTuple):
         try:
             # A process that has ended stays in the table, as a zombie, until its parent asks for its exit code.
             return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
-        except (FileNotFoundError, ProcessLookupError):  # The latter if it ends while this reads its state.
+        except (FileNotFoundError, ProcessLookupError):  # The latter: it ended during the read.
             return True
 
     def to_values(self) -> dict[str, Any]:

@@ -33,7 +33,8 @@ from torch_ucx_rpc._launch.environment import default_name
 # Seconds between two checks of the workers, and of the Store, which has news of other machines.
 MONITOR_INTERVAL_S = 0.05
 
-# After a worker has failed, wait this long for a running worker that has written a traceback: it may have failed first.
+# After a worker has failed, wait this long for a running worker that has written a traceback: that worker may have
+# failed first.
 _LAST_MOMENTS_S = 3.0
 # The same for a worker that the failed worker names in its last words. That worker is ending, which takes long on a
 # busy machine.

@@ -34,8 +34,8 @@ _TENSOR_BYTES = 32 << 20
 # something.
 _OUTLIER = 4
 _LEAST_PAIRS = 6
-# Warm-up, calls and tensors of a pair take some tenths of a second. If a host is in more pairs than this, each gets
-# less time.
+# Warm-up, calls and tensors of a pair take some tenths of a second. If a host is in more pairs than this, each pair
+# gets less time.
 _UNHURRIED_PAIRS = 60
 # How long to wait for a worker to end, and the longest time for measuring a pair if nothing is wrong.
 _END_S = 10.0
@@ -310,7 +310,7 @@ def _of_network(pair: Pair, caller: Place, callee: Place) -> list[str]:
 
 
 def _kinds(places: dict[str, Place], pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
-    """Pairs that should be equally fast: by the transports they use."""
+    """Group the pairs that should be equally fast, by the transports that they use."""
     kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
         side = "same host" if places[pair.caller].shares_memory_with(places[pair.callee]) else "network"
@@ -344,7 +344,7 @@ def _print(out: Any, places: dict[str, Place], pairs: list[Pair]) -> None:
     from rich.table import Table
 
     by_names = {(pair.caller, pair.callee): pair for pair in pairs}
-    # If the workers do not fit beside each other, the table below has them.
+    # If this matrix is too wide for the terminal, only the table below shows the pairs.
     if 12 + 16 * len(places) <= out.width:
         matrix = Table("", *places, title="from the worker on the left to the one above", show_lines=True)
         for caller, place in places.items():

@@ -333,7 +333,7 @@ class Epochs:
         # All that could know of a later epoch have voted for this one.
         if all(one in votes or one in self._counted for one in members):
             return True
-        # The dead may have voted for another epoch, or followed another decider, until all such votes have run out.
+        # Until all their votes have run out, the dead may have voted for another epoch, or followed another decider.
         settled = now - self.limit
         rest = [one for one in members if self._counted.get(one, now) > settled]
         count = 2 * sum(one in votes for one in rest)

@@ -112,7 +112,7 @@ def _turn_in(path: str) -> Iterator[None]:
 def _plan(
     session: str, reader: StorageReader, planner: LoadPlanner, parts: Sequence[tuple[Path, Part]], is_caller: bool
 ) -> LoadPlan:
-    """Plan the parts of the files that this worker wants. Raises if the files lack one."""
+    """Plan the parts of the files that this worker wants. Raises an error if the files lack one of them."""
     metadata = reader.read_metadata()
     where = f"the checkpoint at {str(getattr(reader, 'path', reader))!r}"
     paths: Mapping[str, Path] = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}

@@ -78,7 +78,7 @@ class Stages:
         # The last call that adds to gradients: number of its message, its own number, and the gradients before it.
         self._last_run = (-1, -1)
         self._before: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        # Whether its gradients wait for their factor, apart from those before.
+        # Whether the gradients of that call wait for their factor, apart from the gradients before it.
         self._is_apart = False
 
     def clear(self) -> None:

@@ -188,7 +188,7 @@ class Decider:
         return answers, told
 
     def _tell(self, key: str, ledger: Ledger) -> None:
-        # The last opening includes the others.
+        # The last opening is enough: it replaces the earlier ones.
         for opening in ledger.openings[-1:]:
             for name in dict.fromkeys((*ledger.trainers, *opening.hosts)):
                 if (waiting := self._waiting.pop((key, name), None)) is not None:

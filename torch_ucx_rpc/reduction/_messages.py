@@ -83,7 +83,7 @@ class Knowledge(NamedTuple):
     """The knowledge of a member when an epoch begins."""
 
     servers: dict[str, Spec]
-    # Servers that it has left.
+    # Servers that the member has left.
     left: frozenset[str]
     # Reports by model.
     reports: dict[str, Report]

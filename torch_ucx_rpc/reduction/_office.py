@@ -60,7 +60,7 @@ class Trained(Protocol):
 
 
 class Office:
-    """This worker's part in all models, in one life of it. Any thread may use it.
+    """This worker's part in all models, in one life of the worker. Any thread may use it.
 
     Attributes:
         name (str): name of this worker.
@@ -166,7 +166,7 @@ class Office:
     def sleep(self, deadline: float | None) -> None:
         """Wait for a change, with the lock held. Raises TimedOut after the deadline."""
         # Condition.wait without a limit does not see Ctrl-C on every platform. While the epoch is not in force, look
-        # more often: it may be soon.
+        # more often: it may be in force soon.
         longest = 0.1 if self.group.is_current() else _LOOK_AGAIN_S
         left = longest if deadline is None else min(longest, deadline - time.monotonic())
         if left <= 0:

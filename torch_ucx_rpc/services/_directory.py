@@ -342,7 +342,7 @@ class Directory:
             try:
                 self._told[one] = done.value()
             except RuntimeError as error:
-                # The decider needs this member's report. Leave it out, which begins another epoch.
+                # The decider needs this member's report. Leave the member out, which begins another epoch.
                 _logger.debug("%s does not say what it offers: %s", one.name, error)
                 self._group.suspect(one.name)
                 return
