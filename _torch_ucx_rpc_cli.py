@@ -121,7 +121,7 @@ def _stdout_of_python_alone() -> Iterator[None]:
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
-    """Start the workers of a job on this machine, or this machine's part of a job on several, and wait for their end.
+    """Start the workers of a job, or this machine's part of a job on several machines, and wait until they end.
 
     Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
     appears with its name in front. If a worker fails, this command ends the others, and shows the worker's traceback
@@ -173,12 +173,12 @@ def _run(parser: argparse.ArgumentParser) -> None:
         type=_modules,
         default=[],
         metavar="MODULE,...",
-        help="modules that the process imports too, before it forks the workers",
+        help="modules that the process also imports before it forks the workers",
     )
     workers.add_argument(
         "--replace-tensorpipe",
         action="store_true",
-        help=f"have programs for TensorPipe run on UCX as they are ({REPLACE_TENSORPIPE}=1)",
+        help=f"let programs written for TensorPipe run on UCX unchanged ({REPLACE_TENSORPIPE}=1)",
     )
     workers.add_argument(
         "--log-dir",
@@ -192,7 +192,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "--node-rank",
         type=int,
         metavar="R",
-        help="number of this machine, from 0 on; ranks follow it",
+        help="number of this machine, from 0 on; ranks follow the order of these numbers",
     )
     machines.add_argument(
         "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where the machines meet: a free port of machine 0"
@@ -205,17 +205,17 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(parser: argparse.ArgumentParser) -> None:
-    """Show what this installation and this machine offer, and problems of either, with the cure.
+    """Show what this installation and this machine offer, and the problems of both with their cures.
 
-    It also runs where the package itself cannot be imported. The exit code is 1 if the package cannot be used. With
-    --strict it is 4 if there are other problems. Otherwise it is 0.
+    This command also runs where the package itself cannot be imported. The exit code is 1 if the package cannot be
+    used. With --strict it is 4 if there are other problems. Otherwise it is 0.
     """
     parser.add_argument("--strict", action="store_true", help="exit with 4 if there are warnings")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
-    """Start workers, let each call every other, and show for each pair which way UCX took and how fast it is.
+    """Start workers, let each call every other, and show for each pair which way UCX took and how fast its calls are.
 
     Without a launcher it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a
     worker, and rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code of
@@ -238,8 +238,8 @@ def _top(parser: argparse.ArgumentParser) -> None:
     """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
     This command finds this user's workers on this host without a setting in the job. These workers ask the workers on
-    other hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns (a narrow
-    terminal has some of them):
+    other hosts. Ctrl-C ends the command. The exit code is 5 if there is no job to watch, or several. The columns (a
+    narrow terminal has some of them):
 
         calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      durations of the calls that were completed in the last interval

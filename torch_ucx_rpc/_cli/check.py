@@ -344,7 +344,7 @@ def _print(out: Any, places: dict[str, Place], pairs: list[Pair]) -> None:
     from rich.table import Table
 
     by_names = {(pair.caller, pair.callee): pair for pair in pairs}
-    # If this matrix is too wide for the terminal, only the table below shows the pairs.
+    # If this matrix is too wide for the terminal, only the summary below appears.
     if 12 + 16 * len(places) <= out.width:
         matrix = Table("", *places, title="from the worker on the left to the one above", show_lines=True)
         for caller, place in places.items():
