@@ -36,7 +36,7 @@ The modules and folders of the package; the docstring of each folder lists its m
 * ``_launch``      `init_rpc`, and the environment variables of launchers
 * ``_native_op``   `native_op`
 * ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; warnings
-* ``_workers`` `on_lost`, and what the libraries know of other workers
+* ``_workers``     `on_lost`, and what the libraries know of other workers
 * ``_torch``       all changes that this package makes to torch
 * ``_cli``         the commands of ``torch-ucx-rpc``, a module each
 * ``__main__``     ``python -m torch_ucx_rpc``

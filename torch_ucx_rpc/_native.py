@@ -5,8 +5,8 @@ The order is torch, UCX, ``_C``. The extension has no search paths. It names its
 another package, such as Open MPI, has loaded before. Two copies of libucp would abort the process. UCX consists of
 several libraries. If only some of them are loaded, this module loads the others from the same folder.
 
-``TORCH_UCX_RPC_UCX`` chooses the source of UCX: ``wheel`` is the package libucx, ``system`` is conda's or the operating
-system's. By default it is the wheel if there is one.
+``TORCH_UCX_RPC_UCX`` chooses the source of UCX: ``wheel`` is the package libucx, ``system`` is the UCX of conda or of
+the operating system. By default it is the wheel if there is one.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _newer_ucx() -> str:
 
 
 def check_torch_version(built_for: str, running: str, listing: Path = _HEADERS, include: Path | None = None) -> None:
-    """Refuse another torch than the build's, except a patch release with the same C++ interface.
+    """Refuse another torch than that of the build, except a patch release with the same C++ interface.
 
     The CPU and CUDA builds of one release are interchangeable. Two patch releases are interchangeable if every header
     that `listing` names is the same in the folder `include` (default: torch's).

@@ -206,8 +206,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             several devices may map to one. Results come back the same way.
         reply_device_maps (dict[str, dict]): for each callee, by name, a dict from the callee's devices to local devices
             where their results arrive (default: none; places that it does not name follow from ``device_maps``).
-        devices (list): local CUDA devices used for RPC (default: those that device maps mention, this worker's or the
-            others').
+        devices (list): local CUDA devices used for RPC (default: those that the device maps of any worker mention).
         receive_window_bytes (int): bytes of large tensors that may be on their way into this worker at a time
             (default: 64 MiB); the rest waits at the senders. A larger window keeps long or fast networks busy; a
             smaller one bounds memory, and keeps the buffers in the processor's caches.
@@ -317,7 +316,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
         Args:
             to (str): the callee's name.
-            device_map (dict): from this worker's devices, the CPU included, to the callee's. Earlier entries stay.
+            device_map (dict): from this worker's devices, the CPU included, to devices of the callee. Earlier entries
+                stay.
 
         Raises:
             ValueError: a device is mapped already, to another device.

@@ -258,7 +258,7 @@ class StaticGroup:
 
 
 def _mixture(member: object, has_size: bool) -> JoinFailed:
-    # The sentence is torch's, which programs and tests may look for.
+    # torch uses the same sentence, which programs and tests may look for.
     return JoinFailed(
         "RPC group mixes statically and dynamically initialized members which is not supported. The group at this "
         f"Store has {'a' if has_size else 'no'} world_size; {member} belongs to it: pass world_size to every init_rpc, "

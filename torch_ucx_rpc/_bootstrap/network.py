@@ -1,8 +1,9 @@
 """The network interface for UCX, unless the user chooses one: the interface that leads to the Store.
 
 UCX takes the fastest interface of a host, even one that does not lead to the other hosts. Examples are a bridge of
-containers, and a network card with another cable. The interface to the Store does lead to them. InfiniBand is always
-included: its devices are not network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
+containers, and a network card with another cable. The interface to the Store does lead to the other hosts. InfiniBand
+is always included: its devices are not network interfaces, and hosts with InfiniBand usually reach the Store by
+Ethernet.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def interface_with(address: str) -> str | None:
         table = _read(Path("/proc/net/if_inet6")).splitlines()
         addresses = {ipaddress.ip_address(bytes.fromhex(line.split()[0])): line.split()[-1] for line in table}
         return addresses.get(wanted)
-    # netdevice(7): struct ifconf has the size and the address of a buffer for struct ifreq's. Each has a name, a family
-    # and, 20 bytes in, an IPv4 address.
+    # netdevice(7): struct ifconf has the size and the address of a buffer for structures of type ifreq. Each has a
+    # name, a family and, 20 bytes in, an IPv4 address.
     room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         answer = fcntl.ioctl(asking, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))

@@ -88,7 +88,7 @@ class Record(NamedTuple):
                     raise TypeError(f"its {name} is not a {kind.__name__}")
             columns = {**columns, **_convert_device_columns(columns)}
             return [cls(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-        # Wrong values may raise any of these; RuntimeError is torch's, for an impossible device.
+        # Wrong values may raise any of these; torch raises RuntimeError for an impossible device.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
 

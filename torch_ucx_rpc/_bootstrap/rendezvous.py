@@ -2,7 +2,7 @@
 
 Rank 0 opens it at the address of ``init_method`` and the others connect to it, as with
 ``torch.distributed.rendezvous``. But here rank 0 does not wait for the workers in C++, where Ctrl-C would have no
-effect. ``members`` waits for them.
+effect. ``members`` waits for the workers.
 """
 
 from __future__ import annotations

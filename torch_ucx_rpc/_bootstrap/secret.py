@@ -1,10 +1,10 @@
 """The secret of a job: only workers that have it can be members, and members refuse frames of others.
 
-The secret has two uses. Texts in the Store carry an HMAC-SHA256, which tells a worker's text from a stranger's. And
-every ordered pair of workers has a key for the frames between them (``wire/seal.h``). HKDF (RFC 5869) derives that key
-from the secret and both sessions. A session is a random number for one life of a worker's agent; the worker publishes
-it in its record. Frames recorded in an earlier life do not fit the new key. So workers need no challenge and answer,
-which UCX could not bind to the frames that follow.
+The secret has two uses. Texts in the Store carry an HMAC-SHA256, which distinguishes texts of workers from texts of
+strangers. And every ordered pair of workers has a key for the frames between them (``wire/seal.h``). HKDF (RFC 5869)
+derives that key from the secret and both sessions. A session is a random number for one life of a worker's agent; the
+worker publishes it in its record. Frames recorded in an earlier life do not fit the new key. So workers need no
+challenge and answer, which UCX could not bind to the frames that follow.
 """
 
 from __future__ import annotations

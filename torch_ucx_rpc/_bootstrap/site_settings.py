@@ -1,4 +1,4 @@
-"""Checks, before workers meet, of settings and limits of the site with which RPC fails or works badly.
+"""Checks settings and limits of the site before workers meet: with some of them RPC fails or works badly.
 
 This module checks only settings that UCX accepts silently. UCX itself warns on stderr of unknown variables, of devices
 and transports that the machine does not have, and of invalid values.

@@ -21,7 +21,7 @@ from torch_ucx_rpc._cli._report import Report
 
 _MIB = 1 << 20
 
-# Below these limits, jobs fail that run elsewhere. A Docker container has 64 MiB of shared memory.
+# Below these limits, a job may fail that runs on other machines. A Docker container has 64 MiB of shared memory.
 _LEAST_SHARED_MEMORY = 256 * _MIB
 _LEAST_FILES = 4096
 

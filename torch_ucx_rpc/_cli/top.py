@@ -42,8 +42,8 @@ class Job:
         return f"{len(self._sample.peers)} workers, here the processes {pids}"
 
     def view(self) -> View:
-        """Ask the workers of this host directly, and the others through one of them. The view of an ended job is
-        empty."""
+        """Ask the workers of this host directly, and the workers of other hosts through one of these. The view of an
+        ended job is empty."""
         workers: dict[int, Statistics | str] = {}
         relay = None
         for found in self.found:

@@ -2,6 +2,6 @@
 
 * ``context``  makes CUDA's contexts before UCX starts
 * ``maps``     checks that the device maps of all workers fit together, and derives the maps for replies
-* ``pool``     chooses the allocator of received tensors: torch's or RMM's
+* ``pool``     chooses the allocator of received tensors: that of torch or of RMM
 * ``wait``     `wait`: a future whose data are on devices
 """

@@ -1,4 +1,4 @@
-"""The allocator of received tensors on CUDA devices: torch's, or RMM's (docs/gpu.md).
+"""The allocator of received tensors on CUDA devices: that of torch or of RMM (docs/gpu.md).
 
 RMM has entry points for ``torch.cuda.memory.CUDAPluggableAllocator``. The agent calls them directly, so that its
 threads need no Python. torch's own allocator stays as it is. The entry points use RMM's memory resource for the device,

@@ -127,7 +127,7 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
 
 def own_statistics() -> str:
     """Return this worker's statistics by RPC, as text, so that the caller unpickles only a str."""
-    # Load it on demand: each worker loads this module, but observers ask few of them.
+    # Load it on demand: each worker loads this module, but observers ask few workers.
     from torch_ucx_rpc._observe.statistics import statistics
 
     return json.dumps(statistics().to_values())

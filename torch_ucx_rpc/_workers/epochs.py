@@ -116,8 +116,8 @@ class Epochs:
     def seek(self, others: tuple[Member, ...], now: float) -> None:
         """Join the group, or found it if all other living workers are outside. Call this before each tick.
 
-        ``others`` may include workers that have ended, but lacks none that may be a member. This compares workers by
-        name.
+        ``others`` includes every worker that may be a member. It may also include workers that have ended. This
+        compares workers by name.
         """
         self._others = others
         if self._bound is not None and all(one.name != self._bound.name for one in others):

@@ -160,16 +160,16 @@ def was_raised_there(error: BaseException, kind: type[BaseException]) -> bool:
 
 def _is_failure(error: BaseException, *kinds: type[RpcError]) -> bool:
     if isinstance(error, RpcError):
-        # torch makes a new exception from the type and text of the callee's. Only an exception of a call made here has
-        # the attributes.
+        # torch makes a new exception from the type and text of the callee's exception. Only an exception of a call made
+        # here has the attributes.
         return isinstance(error, kinds) and error.name is not None
     return _type_in_text_of_tensorpipe(error) in {kind.__name__ for kind in kinds}
 
 
 def _type_in_text_of_tensorpipe(error: BaseException) -> str | None:
     """Return the type of exception that a text of TensorPipe's agent stands for."""
-    # That agent raises RuntimeError for every failure, its own or the callee's, so only the text distinguishes them. A
-    # callee's exception may quote any other text, so check for it first.
+    # That agent raises RuntimeError for every failure on either side, so only the text distinguishes them. A callee's
+    # exception may quote any other text, so check for it first.
     text = str(error)
     if type(error) is not RuntimeError:
         return None

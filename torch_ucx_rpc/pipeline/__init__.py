@@ -12,7 +12,7 @@
 * `PipelineOptimizer`    the result of its ``optimizer()``
 * `GradScaler`           for float16
 * `Built`                a stage that its worker builds
-* `SplitPoint`           torch's, for ``split_spec``
+* `SplitPoint`           torch's class, for ``split_spec``
 * `PipelineError`, `StageError`, `StageLostError`, `ScheduleError`: the failures of a pipeline
 
 How it is laid out, from the bottom up:
@@ -24,7 +24,7 @@ How it is laid out, from the bottom up:
 
 On a worker:
 
-* ``_build``      how a module comes to its worker
+* ``_build``      how a worker gets the module of its stage
 * ``_backward``   the backward of a micro-batch, whole or in halves
 * ``_stage``      one stage: micro-batches forward and back
 * ``_exchange``   values between stages, by channel

@@ -1,7 +1,7 @@
 """The backward of one micro-batch through one stage: whole, or as gradient of the inputs now and of the weights later.
 
-The result equals autograd's for the undivided model bit for bit. To that end, stages sum the gradients of a value that
-several of them use in autograd's order, last stage first.
+The result equals, bit for bit, the gradients that autograd computes for the undivided model. To that end, stages sum
+the gradients of a value that several of them use in autograd's order, last stage first.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Batches:
         """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns the gradients of its
         inputs, by stage.
 
-        No spare can make up for a loss in it: the lost worker had a part of the graph.
+        No spare can make up for a loss during the backward: the lost worker had a part of the graph.
         """
         if crew != self.model.crews:
             raise PipelineError(

@@ -20,7 +20,7 @@
    optimizer step counts, and `recovery` repeats the journal since then.
 
 Hosts apply gradients and steps of optimizers as they carry out each order. All hosts undo a call that fails: gradients
-are then those from before it. If an optimizer fails on one worker, the others have taken their step.
+are then as they were before the call. If an optimizer fails on one worker, the others have taken their step.
 """
 
 from __future__ import annotations
@@ -285,7 +285,8 @@ class Crew:
         epoch = _Epoch(ended.number + 1, self.places, self.box, ended.news)
         epoch.gone.update(ended.gone)
         self.present, self._number = epoch, 0
-        # Some hosts may not have carried out orders that were to travel with another. Repeating them does no harm.
+        # Some hosts may not have carried out orders that were to travel with another order. Repeating them does no
+        # harm.
         for message in reversed(ended.messages):
             self._quiet = {**message.quiet, **self._quiet}
         self._gather("begins")

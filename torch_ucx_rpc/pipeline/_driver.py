@@ -250,7 +250,7 @@ class DistributedPipeline:
         ``params`` has the same form as for torch's optimizers, made of `parameters` or `named_parameters` (default: all
         parameters). Learning-rate schedulers work on the result as on any optimizer.
 
-        Raises TypeError for a class that is no optimizer's, or for LBFGS, and ValueError for parameters of another
+        Raises TypeError for a class that is not an optimizer, or for LBFGS, and ValueError for parameters of another
         model.
         """
         params = self.parameters() if params is None else params

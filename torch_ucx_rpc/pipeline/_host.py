@@ -39,7 +39,7 @@ __all__ = ["Cut", "Host", "apply", "close", "collect", "create", "cut", "prepare
 
 
 class Cut(NamedTuple):
-    """The end of an epoch: hosts carry out no message from number ``at`` on in it."""
+    """The end of an epoch: in this epoch, hosts carry out only messages with numbers below ``at``."""
 
     epoch: int
     """The next epoch."""
@@ -54,11 +54,11 @@ class Host:
         self._box = Box(config.host, config.epoch)
         open_to_send(config.driver_box)
         # The exchange also has the epoch, and the number of the present or next message. The lock guards changes of
-        # them.
+        # both.
         self.exchange = Exchange(self._box, config.device, config.routes, config.epoch, self._is_called_off)
         self.stages: Stages
         self._lock = threading.Lock()
-        # Guarded by the lock: the end of the epoch once it is known, and whether a message has failed in it.
+        # Guarded by the lock: the end of the epoch once it is known, and whether a message has failed in the epoch.
         self._cut: Cut | None = None
         self._failure: Failure | None = None
         self._is_idle = True

@@ -1,5 +1,5 @@
-"""One optimizer for a model on many workers: torch's in front, for schedulers and the training loop, and one on each
-worker."""
+"""One optimizer for a model on many workers. Schedulers and the training loop see an optimizer of torch, and each
+worker has one for its parameters."""
 
 from __future__ import annotations
 

@@ -202,7 +202,8 @@ class Recovery:
         return written
 
     def _settle_save(self) -> None:
-        """Wait for the last asynchronous save. The journal then begins from it, or from the one before if it failed."""
+        """Wait for the last asynchronous save. The journal then begins from that save, or from the save before if it
+        failed."""
         kept: list[_Checkpoint] = []
         for one in self._checkpoints:
             if one.written is None or one.written.exception() is None:

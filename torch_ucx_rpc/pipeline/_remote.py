@@ -191,8 +191,8 @@ class RemoteModel:
         return wanted
 
     def changed_requires_grad(self) -> dict[str, bool] | None:
-        """Return `requires_grad` if it has changed since the workers learned it. The caller must then send it to
-        them."""
+        """Return `requires_grad` if it has changed since the workers learned it. The caller must then send the result
+        to the workers."""
         trained = self._trained_now()
         if trained == self._trained:
             return None
@@ -208,8 +208,8 @@ class RemoteModel:
         return self._given_training if self.mode is None else self.mode
 
     def parts(self, *what: Any, optional: bool = False, here: bool = True) -> list[Any]:
-        """Return the parts of `_state` that the workers write, for `torch_ucx_rpc.checkpoint`; without ``here`` those
-        of other processes than the driver's."""
+        """Return the parts of `_state` that the workers write, for `torch_ucx_rpc.checkpoint`; without ``here``, leave
+        out those in the driver's process."""
         # This import is here because it also imports torch.distributed.checkpoint, which takes long.
         from torch_ucx_rpc.checkpoint import Part
 

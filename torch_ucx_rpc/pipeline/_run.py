@@ -55,7 +55,7 @@ def failure_of(error: BaseException) -> Failure:
     action = None
     if isinstance(error, ActionError) and error.__cause__ is not None:
         action, error = error.args[0], error.__cause__
-    # Keep the frames from the stage's own code on: those above are this package's.
+    # Keep the frames from the stage's own code on: the frames above belong to this package.
     frames = traceback.extract_tb(error.__traceback__)
     ours = [place for place, frame in enumerate(frames) if __package__.replace(".", "/") in frame.filename]
     kept = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames

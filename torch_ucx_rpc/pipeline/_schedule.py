@@ -1,11 +1,11 @@
 """The actions of each worker in turn: schedules as data, in torch's text, and the proof that they end.
 
-A schedule has a *row* for each worker: the actions it takes, in order. An action is torch's: ``2F3`` is the forward of
-micro-batch 3 through stage 2, ``1B0`` the backward of micro-batch 0 through stage 1. A backward is either whole (``B``)
-or in two halves: ``I`` for the gradient of the stage's input, ``W`` for those of its weights. The text is that of
-``torch.distributed.pipelining`` (``PipelineScheduleMulti._dump_csv``): a line for each worker, commas between actions,
-empty cells for idle time. Cells about communication (``SEND_F``, ``RECV_B``, ``UNSHARD``, ``REDUCE_GRAD``, ...) have no
-effect: here values travel when they are made.
+A schedule has a *row* for each worker: the actions it takes, in order. Actions have torch's notation: ``2F3`` is the
+forward of micro-batch 3 through stage 2, ``1B0`` the backward of micro-batch 0 through stage 1. A backward is either
+whole (``B``) or in two halves: ``I`` for the gradient of the stage's input, ``W`` for those of its weights. The text is
+that of ``torch.distributed.pipelining`` (``PipelineScheduleMulti._dump_csv``): a line for each worker, commas between
+actions, empty cells for idle time. Cells about communication (``SEND_F``, ``RECV_B``, ``UNSHARD``, ``REDUCE_GRAD``,
+...) have no effect: here values travel when they are made.
 """
 
 from __future__ import annotations

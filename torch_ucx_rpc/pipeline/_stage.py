@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether this call has a backward, after its own forward or an earlier call's."""
+        """Whether this call has a backward, after its own forward or that of an earlier call."""
         return self.grad and not self.to_driver
 
 
@@ -153,7 +153,8 @@ class Stage:
         goes_back_next: bool,
     ) -> tuple[dict[int, Packet], Loss | None]:
         """Run the forward of a call's micro-batch. Returns packets and the loss. There is a packet for each stage that
-        uses the output, and for `DRIVER` if it wants the output. The driver's has a backward only with ``to_driver``.
+        uses the output, and for `DRIVER` if it wants the output. The packet for the driver has a backward only with
+        ``to_driver``.
 
         ``goes_back_next``: this stage's next action is the backward of this micro-batch, so its activations are kept
         even with rematerialization.
@@ -188,7 +189,7 @@ class Stage:
     def _output(
         self, arrived: dict[int, Any], rematerialize: bool, target: tuple[Any, ...] | None
     ) -> tuple[Any, Any, Loss | None]:
-        """Return the stage's output, in the last stage the model's output, and the loss if there is a target."""
+        """Return the output of the stage (in the last stage, of the model), and the loss if there is a target."""
         output = self._call(arrived, rematerialize)
         result = output
         if self.spec.output is not None:

@@ -211,7 +211,7 @@ class _Fixed(NamedTuple):
     value: Any
     """The value, unless it is a tensor."""
     shape: tuple[int | None, ...] | None
-    """None stands for a size that may change: always in dimension 0, the micro-batch's."""
+    """None stands for a size that may change: always in dimension 0, that of the micro-batch."""
 
     def check(self, leaf: Any) -> None:
         """Raise ValueError if a call gives another value."""

@@ -109,7 +109,7 @@ class Ledger:
         self._opening: Opening | None = None
         # Trainers that report these two have the state of the model.
         self._step, self._committed = 0, NEVER
-        # The trainer whose own state becomes the model's, until it reports that.
+        # The trainer whose own state becomes the state of the model, until it reports that.
         self._first: str | None = None
         self._reports: dict[str, Report] = {}
 
@@ -276,8 +276,8 @@ class Ledger:
         }
 
     def _find_holders(self, trainers: Mapping[str, Report]) -> set[str]:
-        """Choose trainers whose state becomes the model's, since no trainer has the model's. Returns none if it is too
-        early."""
+        """Choose trainers whose state becomes the state of the model, since no trainer has that state. Returns none if
+        it is too early."""
         latest = max(_latest(one) for one in trainers.values())
         if latest[1] != NEVER and self._spec.optimizer is None:
             if self._may_be_elsewhere():

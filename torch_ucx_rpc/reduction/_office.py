@@ -1,7 +1,7 @@
 """This worker among the others: `Office`, which knows the epoch and carries the messages of trainers, hosts and
 decider.
 
-The office drops a message of an earlier epoch than this worker's. A message of a later epoch waits until this worker
+The office drops messages of epochs before this worker's epoch. A message of a later epoch waits until this worker
 enters that epoch.
 """
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 # Seconds between two checks whether the epoch is in force.
 _LOOK_AGAIN_S = 0.02
-# Seconds after which a host that was left out comes back; they double each time.
+# Seconds after which a host that was left out comes back. The time doubles with each return.
 _COMING_BACK_S, _MOST_S = 1.0, 60.0
 # Seconds between two searches for restarted hosts.
 _CALLING_BACK_S = 0.5

@@ -31,7 +31,7 @@ def spread(sizes: Sequence[int], shards: int) -> list[int]:
 
 
 def difference(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> str:
-    """Describe where these shapes differ from a server's."""
+    """Describe where these shapes differ from those of a server."""
     pairs = enumerate(zip(shapes, expected, strict=False))
     index = next((index for index, pair in pairs if pair[0] != pair[1]), min(len(shapes), len(expected)))
     return (

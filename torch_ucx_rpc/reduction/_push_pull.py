@@ -37,7 +37,7 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
             present trainers).
 
     Raises TypeError for gradients that are not floating point. Raises ValueError for sparse gradients, for other shapes
-    than the server's, and for a quorum above the number of trainers.
+    than those of the server, and for a quorum above the number of trainers.
 
     Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. Raises it
     also if all hosts are lost, or if others have closed a step without this trainer, so that it has missed a mean.

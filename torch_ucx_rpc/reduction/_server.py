@@ -210,8 +210,8 @@ def serve(
         checkpoint_every (int): updates between two checkpoints (default: 100).
         name (str): distinguishes servers with the same hosts (default: the hosts' names).
 
-    Raises ValueError for a host that is not a worker of the job (naming similar names), and for arguments other than
-    the first trainer's. Raises RuntimeError if RPC is not running or all hosts are lost.
+    Raises ValueError for a host that is not a worker of the job (naming similar names), and for other arguments than
+    those of the first trainer. Raises RuntimeError if RPC is not running or all hosts are lost.
 
     Example::
 

@@ -82,7 +82,7 @@ class Steps:
         is_cut: bool = True,
         sizes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``copy`` gives a late trainer the state of another. With ``keeps`` the hosts have the parameters.
+        """``copy`` gives a late trainer the state of another trainer. With ``keeps`` the hosts have the parameters.
 
         With ``is_cut`` each bucket is one flat tensor, of which each host gets a part. Otherwise each tensor of a
         bucket goes whole to one host. ``sizes`` describes the buckets of each step, if known: numbers of elements, and

@@ -11,8 +11,8 @@
     rref = services.get("weights")
     futures = services.call_role("trainer", load, args=(7,))    # every worker of the role
 
-One worker decides on names, and each has a copy of the table: a call of a known name is one request. Services work on
-any backend of ``torch.distributed.rpc``; docs/services.md describes the differences on TensorPipe.
+One worker decides on names, and each worker has a copy of the table. So a call of a known name is one request. Services
+work on any backend of ``torch.distributed.rpc``; docs/services.md describes the differences on TensorPipe.
 
 How the package is laid out:
 
