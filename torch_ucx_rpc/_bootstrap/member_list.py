@@ -10,9 +10,9 @@
 The records are JSON. In a job with a secret, workers authenticate them, and ``compacted`` too.
 
 A worker takes a place and then fills it. If it dies in between, the next worker that joins closes the place, so that no
-worker waits for it again. A worker that was only slow finds its place closed, and takes another. A place that is empty
-or closed stays so. Hence an old version of ``compacted`` is still right: it only leaves out places that no worker needs
-to read.
+worker waits for it again. A worker that was only slow finds its place closed, and takes another place. A place that is
+empty or closed stays so. Hence an old version of ``compacted`` is still right: it only leaves out places that no worker
+needs to read.
 """
 
 # mypy: allow-untyped-calls

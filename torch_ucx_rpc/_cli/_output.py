@@ -119,7 +119,7 @@ class WorkerOutput:
             target = self._resources.enter_context((self._directory / f"{worker}.{kind}").open("wb"))
             prefix = b""
         stream = self._streams[worker, kind] = Stream(target, prefix)
-        # Opened for writing as well: otherwise the pipe would end before the first writer, and between two writers.
+        # Open the pipe for writing too: otherwise it would end before the first writer, and between two writers.
         end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         self._resources.callback(os.close, end)
         self._selector.register(end, selectors.EVENT_READ, stream)
@@ -165,7 +165,7 @@ class WorkerOutput:
 
     def last_words(self, worker: str) -> str:
         """The end of the worker's stderr, from a traceback on if there is one."""
-        # A copy at once, since more may be arriving.
+        # Copy the lines at once, since more may be arriving.
         kept = list(self._streams[worker, "stderr"].last_lines)
         lines = [line.decode(errors="replace") for line in kept]
         # C++ code may have logged lines at the end of the process.

@@ -107,7 +107,7 @@ def deserialize(pickled: bytes, tensors: list[Any]) -> Any:
     try:
         return _torchs_deserialize(pickled, tensors)
     except BaseException as error:
-        # torch takes its table of tensors away only after a success, and would keep them.
+        # torch drops its table of tensors only after a success, and would keep the tensors after a failure.
         vars(internal._thread_local_tensor_tables).pop("recv_tables", None)
         if not _is_call(pickled):
             raise

@@ -68,7 +68,7 @@ def register() -> None:
         return
     before = rpc.BackendType
     backend_registry.register_backend("UCX", construct_options, _start.init_backend)
-    # Registering makes a new enum. Programs that imported the old one find the new member there too.
+    # Registering makes a new enum. Programs that imported the old enum find the new member in it too.
     rpc.BackendType = backend_registry.BackendType  # type: ignore[misc]
     type.__setattr__(before, "UCX", _member("UCX"))
     # Programs often import init_rpc by name before this package, so the function itself gets new code.

@@ -16,7 +16,7 @@ from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
 _PERIOD_S = 0.01
 # After a loss has made a call fail, here or on another worker, this worker hears of the loss within this time.
 _NEWS_S = 1.0
-# All living workers delete their references now. After this time, only dead workers still hold some.
+# All living workers delete their references now. After this time, only dead workers still hold references.
 _DELETING_S = 1.0
 
 
@@ -52,7 +52,7 @@ def delete_rrefs(agent: Any, torchs: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _repeated_after_a_loss(act: Callable[[], None], delay: float) -> Iterator[threading.Event]:
-    """Call ``act`` on a thread, over and over, from ``delay`` seconds after a loss on.
+    """Call ``act`` on a thread again and again, beginning ``delay`` seconds after a loss.
 
     Yields an event that says whether a worker is lost.
     """

@@ -330,7 +330,7 @@ class Epochs:
     def _is_quorum(self, votes: set[Member], now: float) -> bool:
         """Tell whether ``votes`` are a quorum: more than half of the living members, or half with the decider."""
         members = self.epoch.members
-        # All that could know of a later epoch have voted for this one.
+        # All members that could know of a later epoch are among ``votes``.
         if all(one in votes or one in self._counted for one in members):
             return True
         # Until all their votes have run out, the dead may have voted for another epoch, or followed another decider.
@@ -394,7 +394,7 @@ class Epochs:
         return Epoch(self.epoch.number + 1, tuple(members), decider)
 
     def _stand(self, now: float) -> None:
-        """Stand as a candidate: at once as the living member of lowest rank, later as another."""
+        """Stand as a candidate: the living member of lowest rank does so at once, another member later."""
         if self._lost_at is None:
             self._lost_at = now
         before = [one for one in self.epoch.members if one < self.me and one not in self.dead and one != self._leader]

@@ -115,7 +115,7 @@ def _place() -> str:
 
 
 def _own_host(agent: Any) -> str:
-    """Return the address of this host for workers on others; loopback if it has none."""
+    """Return the address of this host for workers on other hosts; loopback if it has none."""
     store = getattr(agent, "store", None)
     if store is not None:
         return meeting_address(store) or _LOOPBACK

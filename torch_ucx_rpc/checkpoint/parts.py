@@ -184,7 +184,7 @@ def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple
 
 
 def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Run a function on a worker, and return its exception: RPC would also write a raised one to the worker's
+    """Run a function on a worker, and return its exception: RPC would also write a raised exception to the worker's
     stderr."""
     try:
         return True, function(*args)

@@ -124,7 +124,7 @@ def save(
         drop_everywhere(_drop, (session, folder), workers)
         raise
 
-    # Saves with a writer of the caller's do not wait for each other.
+    # Saves with a writer that the caller has given do not wait for each other.
     future, place = SaveFuture(), session if folder is None else os.path.realpath(folder)
     with _turns:
         before, _last_into[place] = _last_into.get(place), future

@@ -5,7 +5,7 @@
 1. The driver numbers its messages of an epoch from 0. Every host carries them out in turn. The driver waits for the
    results of the last one only.
 2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, or the driver has given a worker up.
-   Every host carries out all messages before that one and none from it on. A host that has already carried out its call
+   Every host carries out the messages before that one, and no others. A host that has already carried out its call
    undoes it. A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses
    it. A host may learn from another that the epoch is over. It then stops its call, and waits for the cut.
 3. The next epoch begins when each host has reported that it begins it, or has been given up. Only then does the driver

@@ -369,7 +369,8 @@ class DistributedPipeline:
     # ------------------------------------------------------------------------------------------------------- looking
 
     def trace(self, path: str | os.PathLike[str], *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Do one `step`, and write a Chrome trace (``.json``, for Perfetto) of which stage did which micro-batch when.
+        """Do one `step`, and write a Chrome trace (``.json``, for Perfetto) that shows when each stage ran each
+        micro-batch.
 
         Times come from the workers' clocks, so times of two hosts can be compared only as far as their clocks agree.
         Raises ValueError unless ``path`` ends in ``.json``.

@@ -94,7 +94,7 @@ class Box:
 
 
 class Exchange:
-    """The values between the stages of a host and others. It belongs to the host's thread, except ``is_waiting``.
+    """The values between the stages of a host and other stages. It belongs to the host's thread, except ``is_waiting``.
 
     ``is_called_off`` tells whether the driver has called off the running order.
     """

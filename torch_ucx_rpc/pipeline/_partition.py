@@ -31,7 +31,7 @@ __all__ = [
     "tie",
 ]
 
-# Sources and targets of values beside the stages, which count from 0.
+# Sources and targets of values that are not stages. Stages count from 0.
 INPUT = -1
 DRIVER = -2
 

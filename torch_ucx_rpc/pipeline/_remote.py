@@ -87,7 +87,7 @@ class RemoteModel:
         """Make the stages of these rows on their workers. Returns descriptions of their parameters, by stage."""
         crew, calls = self.crew, []
         # The first call imports this package. Two calls at once would do so in two threads, and one of them would find
-        # half a module.
+        # an incomplete module.
         workers = {crew.places[row].worker for row in rows}
         try:
             for call in [rpc.rpc_async(worker, _host.progress, ("", None), timeout=0) for worker in workers]:

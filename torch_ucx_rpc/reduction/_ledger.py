@@ -293,7 +293,7 @@ class Ledger:
             return set()
         self._first = self._sorted(wanting or trainers)[0]
         if self._spec.optimizer is None or not self.has_begun:
-            # A trainer that has taken another state at this step must take this one.
+            # A trainer that has taken another state at this step must take this state.
             self._committed = generation(self._epoch, self.attempt + 1)
         return {self._first}
 
@@ -312,7 +312,7 @@ class Ledger:
         return len(came) >= most - len(self.left - came)
 
     def _may_come(self) -> set[str]:
-        """Return the workers that may train. A silent one may, too, in a job of fixed size."""
+        """Return the workers that may train. In a job of fixed size, silent workers may train too."""
         return {*self._ranks} if self._workers is None else self._workers()
 
     def _open(

@@ -60,7 +60,7 @@ class Server:
         # Steps of `push_pull`, by kind: they do not end with a model.
         self.by_hand: dict[str, Steps] = {}
         # Models have numbers in the order in which they are made. A trainer that comes later begins with the present
-        # ones.
+        # models.
         self._numbers: Iterator[int] = itertools.chain(models, itertools.count(max(models, default=-1) + 1))
         self._steps: list[weakref.ref[Steps]] = []
 

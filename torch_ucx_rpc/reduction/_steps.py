@@ -363,7 +363,7 @@ class Steps:
         )
 
     def _take_state(self, opening: Opening, deadline: float | None) -> None:
-        """Load the state of a donor. A model that is equal everywhere needs none."""
+        """Load the state of a donor. A model that is equal everywhere needs no donor."""
         is_first = self._office.name in opening.donors
         step, committed = opening.step, opening.committed
         has_state = is_first or (self._are_equal and step == 0)
