@@ -1,7 +1,7 @@
 """The backward of one micro-batch through one stage: whole, or as gradient of the inputs now and of the weights later.
 
-The result equals, bit for bit, the gradients that autograd computes for the undivided model. To that end, stages sum
-the gradients of a value that several of them use in autograd's order, last stage first.
+The result equals, bit for bit, the gradients that autograd computes for the undivided model. To that end, if several
+stages use a value, this module sums its gradients in autograd's order: last stage first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 def sum_by_tensor(tensors: Tensors, gradients: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[Any]]:
-    """List each tensor once, with the sum of its gradients in this order. Tensors without a gradient are left out."""
+    """List each tensor once, with the sum of its gradients in this order. This leaves out tensors without a
+    gradient."""
     found: dict[int, int] = {}
     roots: list[torch.Tensor] = []
     sums: list[Any] = []

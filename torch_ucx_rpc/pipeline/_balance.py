@@ -21,8 +21,8 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     """Return how many consecutive ``costs`` go into each stage, so that the most expensive stage is as cheap as
     possible.
 
-    Dynamic programming finds the exact optimum; among equals the sum of squares decides, so that the other stages are
-    even too.
+    Dynamic programming finds the exact optimum. Among equally good divisions the one with the smallest sum of squares
+    wins, so that the other stages are even too.
     """
     sums = [0.0, *itertools.accumulate(costs)]
 

@@ -59,7 +59,7 @@ def _wants(leaf: Any) -> bool:
 
 
 def _used(specs: Sequence[StageSpec], one: tuple[Any, Any]) -> dict[int, list[int]]:
-    """Return the tensors of a micro-batch that want a gradient and that each stage has used, by stage."""
+    """Return, by stage, the tensors of a micro-batch that want a gradient and that the stage has used."""
     leaves, _ = flatten(one)
     wanting = [place for place, leaf in enumerate(leaves) if _wants(leaf)]
     used = {}

@@ -282,7 +282,7 @@ def _layers_of(stage: nn.Module) -> str:
 def _split_points(
     model: nn.Module, stages: int, args: tuple[Any, ...], kwargs: dict[str, Any], balance: Any
 ) -> dict[str, SplitPoint]:
-    """Choose split points before blocks of the model, in the order in which they run, for even stages."""
+    """Choose split points before blocks of the model, in the order in which they run, so that the stages are even."""
     if balance not in (None, "parameters", "params", "profile"):
         raise wrong_value("balance", '"profile" or "parameters" for a traced model', balance)
     blocks = _blocks_in_order(model, args, kwargs)

@@ -57,7 +57,7 @@ def pack(value: Any) -> tuple[Packet, list[torch.Tensor]]:
 
 
 def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[torch.Tensor]]:
-    """Return the value on ``device``, and its leaves that collect a gradient; none do without ``grad``."""
+    """Return the value on ``device``, and its leaves that collect a gradient; without ``grad``, no leaves."""
     value, wanting = packet
     if wanting is None:
         # Only this packet refers to its tensor, even if a stage on this host has handed it over.
@@ -143,11 +143,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Tell whether two values other than tensors are equal, as far as they can tell."""
+    """Tell whether two values other than tensors are equal; False if the comparison has no clear result."""
     try:
         return type(one) is type(other) and bool(one == other)
     except Exception:
-        # An array compares each of its elements.
+        # An array, for one, compares element by element.
         return False
 
 
@@ -172,7 +172,7 @@ def batch_size(values: Any) -> int | None:
 def split(values: Any, count: int) -> list[Any]:
     """Divide ``values`` into ``count`` micro-batches: divide tensors along dimension 0, and repeat everything else.
 
-    If the size does not divide, the first ones are larger by one, as with `torch.tensor_split`.
+    If the size is not a multiple of ``count``, the first ones are larger by one, as with `torch.tensor_split`.
     """
     kind = type(values)
     if isinstance(values, torch.Tensor) and values.dim() > 0:

@@ -37,7 +37,7 @@ class Decider:
         self.ranks = {one.name: one.rank for one in epoch.members}
         self._known: dict[str, Knowledge] = {}
         self._ledgers: dict[str, Ledger] = {}
-        # The last attempt of each dropped model, so that no generation comes twice.
+        # The last attempt of each dropped model, so that no generation occurs twice.
         self._attempts: dict[str, int] = {}
         # The last report that has no answer yet, by model and trainer.
         self._waiting: dict[tuple[str, str], Future[Any]] = {}
@@ -171,7 +171,7 @@ class Decider:
     # -- answers
 
     def close(self, is_in_force: Callable[[], bool]) -> bool:
-        """Commit the complete steps. Returns True if there are some, but the epoch is not in force."""
+        """Commit the complete steps. Returns True if there are complete steps, but the epoch is not in force."""
         for ledger in self._ledgers.values():
             while ledger.is_complete:
                 if not is_in_force():

@@ -284,7 +284,7 @@ class _Unfit(ValueError):
 
 
 def _mean(names: Sequence[str], values: Sequence[list[Tensor]]) -> list[Tensor]:
-    """Compute the mean over trainers in the memory of the first one's tensors, adding in the order of ranks."""
+    """Compute the mean over trainers in the memory of the first trainer's tensors, adding in the order of ranks."""
     expected = [(tuple(tensor.shape), tensor.dtype) for tensor in values[0]]
     for name, value in zip(names, values, strict=True):
         got = [(tuple(tensor.shape), tensor.dtype) for tensor in value]

@@ -116,7 +116,8 @@ class Ledger:
     # -- reports
 
     def resume(self, reports: Mapping[str, Report], kept: Iterable[Kept]) -> None:
-        """Go on from the members' steps when the epoch begins: a step that one member has applied is committed."""
+        """Go on from the members' steps when the epoch begins: a step that one member has applied counts as
+        committed."""
         self._reports = {**reports}
         states = [(one.step, one.committed) for one in self._trainers().values()]
         states += [(one.step, one.committed) for one in kept]

@@ -63,7 +63,7 @@ def plan(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
 
 
 def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
-    """Cut a bucket into parts for the shards with the least load, which all come to the same level.
+    """Cut a bucket into parts for the shards with the least load, so that these all reach the same level.
 
     ``loads`` are the bytes of this step that each shard has; this adds to them.
     """

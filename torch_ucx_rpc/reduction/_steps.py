@@ -150,7 +150,7 @@ class Steps:
     def begin(self, are_equal: bool = False) -> None:
         """Join, either with the first trainers or with the state of another trainer.
 
-        ``are_equal`` means that the first trainers have equal parameters, and that a later one cannot begin without
+        ``are_equal`` means that the first trainers have equal parameters, and that a later trainer cannot begin without
         state.
         """
         self._are_equal = are_equal

@@ -283,7 +283,7 @@ class Directory:
             try:
                 self._heard[one] = done.value()
             except RuntimeError as error:
-                _logger.debug("%s has not heard: %s", one.name, error)
+                _logger.debug("an update did not reach %s: %s", one.name, error)
                 if not timed_out(error):
                     return
             if self._has_table and one in self._members():
