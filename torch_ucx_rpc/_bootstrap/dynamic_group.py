@@ -10,8 +10,8 @@ other in the end.
 
 After a cut longer than ``reconnect_limit``, each side loses the workers of the other side. In the list, every worker
 may mark the workers that it has lost. A marked worker may merely have fallen silent, so it stays on the list, in doubt,
-until another takes its rank or its name. A worker that joins also asks members in doubt, but does not wait long for
-them.
+until another worker takes its rank or its name. A worker that joins also asks members in doubt, but does not wait long
+for them.
 """
 
 # mypy: allow-untyped-calls

@@ -36,7 +36,7 @@ def own_devices(options: DeviceOptions) -> list[torch.device]:
 
 
 def make_contexts(options: DeviceOptions) -> None:
-    """Make a context on each of these devices; the first one's becomes current.
+    """Make a context on each of these devices; the context of the first device becomes current.
 
     `maps.check` reports missing devices, with the worker and the cure.
     """

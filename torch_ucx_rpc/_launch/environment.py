@@ -113,7 +113,7 @@ def _read_plain(environ: Environ) -> Launch | None:
 def _read_open_mpi(environ: Environ) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    # The first is set by Open MPI 4 and 5, the second by 4 without PMIx.
+    # Open MPI 4 and 5 set the first variable; Open MPI 4 without PMIx sets the second.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     # Add the address of mpirun: another host may have a job of the same number.
     server = environ.get("OMPI_MCA_orte_hnp_uri", "")

@@ -15,7 +15,7 @@ _VARIABLE = "PMI_RANK"
 
 
 def job_on_this_host(launch: Launch) -> str:
-    """A text that all workers of this mpirun have, and no worker of another one on this host.
+    """A text that all workers of this mpirun have, and no worker of another mpirun on this host.
 
     Raises JoinFailed if mpirun is not visible.
     """

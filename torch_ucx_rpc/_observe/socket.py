@@ -91,7 +91,7 @@ class Observed:
                     connection.settimeout(_CLIENT_S)
                     if _uid(connection) in (os.geteuid(), 0):
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
-                # A bad or vanishing client must not harm others, so every exception of JSON and torch is caught.
+                # A bad or vanishing client must not harm others, so this catches every exception of JSON and torch.
                 except Exception as error:
                     _logger.debug("an observer got no answer: %s", error)
                 # Closing is not enough: the observer reads to the end, and a forked child may have the connection too.

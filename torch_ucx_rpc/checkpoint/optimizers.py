@@ -40,7 +40,7 @@ def of_torch(value: Any) -> Any:
 class Scripted:
     """State of an optimizer in TorchScript, by the place of each parameter.
 
-    Its options are constants of the script, and no part of a checkpoint. Its dict of states is a copy in Python, so
+    Its options are constants of the script, and are not in a checkpoint. Its dict of states is a copy in Python, so
     `load_state_dict` writes values into its tensors.
 
     Args:

@@ -3,7 +3,7 @@
 The files of a save have names that no other save uses. The metadata say which files count, and take their place in one
 rename. So the folder holds the whole earlier checkpoint until the rename, and the new one after it.
 
-A save removes the files of all others, so processes take turns in a folder, with `turn_in`.
+A save removes the files of all other saves, so processes take turns in a folder, with `turn_in`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Writer(FileSystemWriter):
         self._session = session
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Skip torch's warning of a present checkpoint, which stays until this one is whole.
+        # Skip torch's warning of a present checkpoint, which stays until the new one is whole.
         self.fs.mkdir(self.path)
         return plan
 
@@ -87,7 +87,7 @@ class Writer(FileSystemWriter):
 
 @contextlib.contextmanager
 def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
-    """Wait until no other process saves into the folder, or loads from it if this one saves.
+    """Wait until no other process saves into the folder, or loads from it if this process saves.
 
     The turn also ends when its process has ended, in any way, together with the children that it forked during the
     turn. Over NFS only the processes of one host take turns, since NFS's client asks no server for the lock of a

@@ -57,8 +57,8 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
         function (callable): a function, a bound method, or a module. It stays on this worker, so it need not be
             picklable. If ``rpc.functions.async_execution`` decorates it, it returns a future, whose result is the
             answer.
-        idempotent (bool): executing a call twice does no harm (default: False). When a replica is lost, its calls are
-            then repeated with another replica.
+        idempotent (bool): executing a call twice does no harm (default: False). Callers then repeat the calls of a lost
+            replica with another replica.
 
     Raises `NameTaken`, which names the owner, if the name is a value, has another ``idempotent``, or is registered by
     this worker already. Raises TypeError if ``function`` cannot be called, and RuntimeError if no worker decides on
@@ -278,7 +278,7 @@ def call_role(
     """Call a function on every living worker of a role, also on this one if it has the role. Returns futures, by rank.
 
     ``function`` travels as in ``rpc_async``, so it must be importable on those workers. A str is the name of a service;
-    only workers of the role that offer it are called.
+    `call_role` then calls only the workers of the role that offer it.
 
     Raises `UnknownName` if no worker has the role (listing the roles), or none with the role offers the service.
 
