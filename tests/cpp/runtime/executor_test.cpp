@@ -341,6 +341,20 @@ TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
   EXPECT_LE(started_.load(), 2 * 4 + 3);
 }
 
+TEST_F(ExecutorTest, ThreadsOfABurstEndWhenTheyAreSpare) {
+  start(kMaxRequests, kMaxRequests, std::chrono::milliseconds(1));
+  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const size_t kept = std::min(kMaxRequests, cores) + Executor::kMaxLeaders;
+  for (int burst = 0; burst < 3; ++burst) {
+    blockRequests(kMaxRequests);
+    EXPECT_GT(threads_->counts().threads, kMaxRequests);
+    gate_.open();
+    EXPECT_TRUE(eventually([&] { return threads_->counts().threads <= kept; }));
+    EXPECT_EQ(gate_.waiting(), 0u);
+    gate_.close();
+  }
+}
+
 // On busy cores a new thread takes a while to begin. Tasks that wait for it must not start further threads.
 TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
   std::atomic<bool> isOver{false};

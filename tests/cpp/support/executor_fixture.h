@@ -66,18 +66,25 @@ class ExecutorFixture : public testing::Test {
   // More than the machine has cores, so that both rules for new threads apply.
   static constexpr size_t kMaxRequests = 12;
 
-  void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
-    make(maxRequests, nestingLimit);
+  void start(
+      size_t maxRequests = kMaxRequests,
+      size_t nestingLimit = kMaxRequests,
+      Executor::Clock::duration spareAfter = Executor::kSpareAfter) {
+    make(maxRequests, nestingLimit, spareAfter);
     timer_.start();
     threads_->start(progress_);
   }
 
-  void make(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
+  void make(
+      size_t maxRequests = kMaxRequests,
+      size_t nestingLimit = kMaxRequests,
+      Executor::Clock::duration spareAfter = Executor::kSpareAfter) {
     threads_ = std::make_shared<Executor>(
         maxRequests,
         nestingLimit,
         ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
-        timer_);
+        timer_,
+        spareAfter);
   }
 
   void TearDown() override {

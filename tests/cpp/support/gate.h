@@ -24,6 +24,10 @@ class Gate {
     isOpen_ = true;
     changed_.notify_all();
   }
+  void close() {
+    const std::lock_guard lock(mutex_);
+    isOpen_ = false;
+  }
   size_t waiting() const {
     const std::lock_guard lock(mutex_);
     return waiting_;

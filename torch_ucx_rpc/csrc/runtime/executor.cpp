@@ -29,20 +29,20 @@ thread_local std::shared_ptr<Executor::Nesting> Executor::nesting;
 
 // Where the threads are. Whenever the lock is free, each of them is counted in one place:
 //
-//   threads_ = leaders_ + running_ + idle_ + pendingWakes_ + beginning_ + threads that end
+//   threads_ = leaders_ + running_ + idle_.size() + pendingWakes_ + beginning_ + threads that end
 //
 // A thread begins between spawnLocked() and its first lock, and ends after loop(). Parts of running_ are counted again:
 //
 //   nestingRequests_ <= runningRequests_ <= running_      busyLeaders_ <= running_
 //
 // The limits are leaders_ <= kMaxLeaders and runningRequests_ <= nestingLimit_. maxRequests_ limits only which requests
-// begin: when calls of nesting requests end, more than that many compute for a while. Threads that stop() finds idle
-// stay in idle_.
-Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer)
+// begin: when calls of nesting requests end, more than that many compute for a while.
+Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer, Clock::duration spareAfter)
     : maxRequests_(maxRequests),
       coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMaxLeaders),
       nestingLimit_(std::max(maxRequests, nestingLimit)),
       hooks_(std::move(hooks)),
+      spareAfter_(spareAfter),
       checkTask_(timer.add([this](Clock::time_point now) { return check(now); })) {}
 
 void Executor::start(Leader& leader) {
@@ -70,7 +70,9 @@ void Executor::main(const std::shared_ptr<Executor>& self) {
   hooksToRun = &self->hooks_;
   std::unique_lock lock(self->mutex_);
   --self->beginning_;
-  self->loop(lock);
+  Bed& bed = self->takeBedLocked();
+  self->loop(lock, bed);
+  self->freeBeds_.push_back(&bed);
   if (hooksToRun == nullptr && self->hooks_.onExit) {
     ++self->exiting_;
     lock.unlock();
@@ -83,7 +85,16 @@ void Executor::main(const std::shared_ptr<Executor>& self) {
   self->ended_.notify_all();
 }
 
-void Executor::loop(std::unique_lock<std::mutex>& lock) {
+Executor::Bed& Executor::takeBedLocked() {
+  if (freeBeds_.empty()) {
+    return beds_.emplace_back();
+  }
+  Bed& bed = *freeBeds_.back();
+  freeBeds_.pop_back();
+  return bed;
+}
+
+void Executor::loop(std::unique_lock<std::mutex>& lock, Bed& bed) {
   bool isBusyLeader = false; // this thread has led, and now runs tasks
   while (!isStopping_) {
     // While other threads run tasks, one thread must lead. This thread does so before it begins another task, unless a
@@ -99,8 +110,8 @@ void Executor::loop(std::unique_lock<std::mutex>& lock) {
     if (isWanted && leadOnce(lock)) {
       isBusyLeader = true;
       ++busyLeaders_;
-    } else {
-      idle(lock);
+    } else if (!idle(lock, bed)) {
+      return;
     }
   }
   busyLeaders_ -= isBusyLeader ? 1 : 0;
@@ -224,57 +235,70 @@ void Executor::endNesting(Nesting& ended) {
   }
 }
 
-void Executor::idle(std::unique_lock<std::mutex>& lock) {
-  ++idle_;
-  // Any thread in here may take a wake-up, not only the notified one. So idle_ + pendingWakes_ counts those in here.
-  workAvailable_.wait(lock, [this] { return pendingWakes_ != 0 || isStopping_; });
-  if (pendingWakes_ != 0) {
-    --pendingWakes_;
+bool Executor::idle(std::unique_lock<std::mutex>& lock, Bed& bed) {
+  const auto isOver = [&] { return bed.isWoken || isStopping_; };
+  bed.isWoken = false;
+  idle_.push_back(&bed);
+  bool isSpare = false;
+  while (!isOver() && !isSpare) {
+    if (threads_ <= coreThreads_) {
+      bed.changed.wait(lock, isOver);
+    } else if (!bed.changed.wait_for(lock, spareAfter_, isOver)) {
+      isSpare = threads_ > coreThreads_;
+    }
   }
+  if (bed.isWoken) {
+    --pendingWakes_;
+  } else {
+    std::erase(idle_, &bed);
+  }
+  return !isSpare;
 }
 
-bool Executor::wakeIdleLocked() {
-  if (idle_ == 0) {
-    return false;
+Executor::Bed* Executor::wakeIdleLocked() {
+  if (idle_.empty()) {
+    return nullptr;
   }
   // It counts as no longer idle before it is awake, so that the next task wakes another one.
-  --idle_;
+  Bed* const last = idle_.back();
+  idle_.pop_back();
+  last->isWoken = true;
   ++pendingWakes_; // the woken thread wakes another one if there is more to do
-  return true;
+  return last;
 }
 
 void Executor::unlockAndWake(std::unique_lock<std::mutex>& lock) {
-  const bool isCalled = wakeOrSpawnLocked();
+  Bed* const woken = wakeOrSpawnLocked();
   lock.unlock();
-  if (isCalled) {
-    workAvailable_.notify_one();
+  if (woken != nullptr) {
+    woken->changed.notify_one();
   }
 }
 
-bool Executor::wakeOrSpawnLocked() {
+Executor::Bed* Executor::wakeOrSpawnLocked() {
   if (leader_ == nullptr) {
-    return false; // start() makes the first thread
+    return nullptr; // start() makes the first thread
   }
   const bool hasTask = hasTaskLocked();
   if (leaders_ == 0 || hasTask) {
-    if (wakeIdleLocked()) {
-      return true;
+    if (Bed* const woken = wakeIdleLocked()) {
+      return woken;
     }
     // Without a leader nothing more arrives. So a thread is made for that even beyond the number of cores, unless
     // another one is about to lead.
     if ((threads_ < coreThreads_ || (leaders_ == 0 && !isThreadComingLocked() && mayGrowLocked())) && spawnLocked()) {
-      return false;
+      return nullptr;
     }
   }
   if (hasTask || isFullLocked()) { // the timer has no lock while it runs check(), so its lock may be taken here
     checkTask_.dueBy(Clock::now() + (hasTask ? kStaleAfter : kFullPatience));
   }
-  return false;
+  return nullptr;
 }
 
 void Executor::addThreadLocked() {
-  if (wakeIdleLocked()) {
-    workAvailable_.notify_one();
+  if (Bed* const woken = wakeIdleLocked()) {
+    woken->changed.notify_one();
   } else if (mayGrowLocked()) {
     spawnLocked();
   }
@@ -364,7 +388,9 @@ size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void(
   };
   isStopping_ = true;
   dropped.swap(requests_);
-  workAvailable_.notify_all();
+  for (Bed* bed : idle_) {
+    bed->changed.notify_one();
+  }
   while (!isOver()) {
     lock.unlock();
     wakeLeader(); // again and again: each call wakes one sleeper, which may be a waiting caller
@@ -393,7 +419,7 @@ bool Executor::isLeader() {
 
 Executor::Counts Executor::counts() const {
   const std::lock_guard lock(mutex_);
-  return {threads_, idle_, runningRequests_, nestingRequests_, requests_.size()};
+  return {threads_, idle_.size(), runningRequests_, nestingRequests_, requests_.size()};
 }
 
 } // namespace torch_ucx_rpc

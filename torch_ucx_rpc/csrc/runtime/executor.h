@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -48,7 +49,8 @@ class Leader {
 //
 // Threads are made when they are needed. Up to the number of cores they are made freely, since handlers may run without
 // the GIL. Beyond that a thread is made only if tasks wait, none has been begun for kStaleAfter, and no thread is about
-// to run. That means that the existing threads block.
+// to run. That means that the existing threads block. The thread that was busy last is woken first. Beyond the number
+// of cores, threads that stay idle for `spareAfter` end: each costs memory, some of it in libraries that it has called.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -56,8 +58,15 @@ class Executor : public std::enable_shared_from_this<Executor> {
 
   static constexpr size_t kMaxLeaders = 2;
 
+  static constexpr auto kSpareAfter = std::chrono::seconds(10);
+
   // Adds a task to the timer, so the timer must not have started.
-  Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer);
+  Executor(
+      size_t maxRequests,
+      size_t nestingLimit,
+      ThreadHooks hooks,
+      Timer& timer,
+      Clock::duration spareAfter = kSpareAfter);
 
   // Starts the first thread. Tasks that were added before run now. The leader must outlive stop().
   void start(Leader& leader);
@@ -125,16 +134,25 @@ class Executor : public std::enable_shared_from_this<Executor> {
 
   void add(std::deque<Task>& queue, Task task);
   static void main(const std::shared_ptr<Executor>& self);
-  void loop(std::unique_lock<std::mutex>& lock);
+  // The place where a thread sleeps. Beds are kept for later threads: a thread that has gone on, or has even ended, may
+  // still be notified.
+  struct Bed {
+    std::condition_variable changed;
+    bool isWoken = false;
+  };
+  Bed& takeBedLocked();
+
+  void loop(std::unique_lock<std::mutex>& lock, Bed& bed);
   // False where the thread is not needed for leading.
   bool leadOnce(std::unique_lock<std::mutex>& lock);
   void runOne(std::unique_lock<std::mutex>& lock);
-  void idle(std::unique_lock<std::mutex>& lock);
+  // Sleeps until there is work. False: the thread is spare.
+  bool idle(std::unique_lock<std::mutex>& lock, Bed& bed);
 
-  // Wakes or makes a thread if there is something for it to do. True if the caller must notify workAvailable_, after
+  // Wakes or makes a thread if there is something for it to do. The caller notifies the bed, unless it is null, after
   // unlocking: otherwise the woken thread would only wait for the lock.
-  bool wakeOrSpawnLocked();
-  bool wakeIdleLocked();
+  Bed* wakeOrSpawnLocked();
+  Bed* wakeIdleLocked(); // null if no thread is idle
   void unlockAndWake(std::unique_lock<std::mutex>& lock);
   void addThreadLocked();
   bool spawnLocked(); // false where the system has no more threads
@@ -166,18 +184,18 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void endNesting(Nesting& ended);
   // Whether a thread is idle, or may be made freely.
   bool hasSpareLocked() const {
-    return idle_ != 0 || threads_ < coreThreads_;
+    return !idle_.empty() || threads_ < coreThreads_;
   }
 
   const size_t maxRequests_;
   const size_t coreThreads_;
   const size_t nestingLimit_;
   const ThreadHooks hooks_;
+  const Clock::duration spareAfter_;
   Leader* leader_ = nullptr; // constant after start()
   Timer::Task& checkTask_;
 
   mutable std::mutex mutex_;
-  std::condition_variable workAvailable_; // idle threads wait here
   std::condition_variable ended_;
   // Guarded by mutex_:
   std::deque<Request> requests_;
@@ -195,7 +213,9 @@ class Executor : public std::enable_shared_from_this<Executor> {
   size_t exiting_ = 0; // threads in the hook for their end, which may wait for Python as tasks do
   size_t runningRequests_ = 0;
   size_t nestingRequests_ = 0; // of those, requests that wait for calls of their own
-  size_t idle_ = 0; // asleep, and not yet woken
+  std::deque<Bed> beds_; // as many as threads ever ran at a time
+  std::vector<Bed*> freeBeds_;
+  std::vector<Bed*> idle_; // of threads that are asleep, and not yet woken
   size_t pendingWakes_ = 0; // woken, and not yet awake
 };
 
