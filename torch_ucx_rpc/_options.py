@@ -359,7 +359,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         return functools.partial(type(self), **self._arguments()), ()
 
     def _arguments(self) -> dict[str, Any]:
-        """Arguments that make an equal object, with devices as strs, which can be pasted."""
+        """Return arguments that make an equal object. Devices are strs, so the user can paste the arguments."""
         return {**self._values, **convert_devices(self._values, str)}
 
 

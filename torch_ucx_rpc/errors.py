@@ -125,7 +125,7 @@ class RRefLost(RpcError):
 
 
 class BarrierFailed(RpcError):
-    """The workers did not all come to the same point, as in a graceful ``shutdown``."""
+    """Some worker did not come to a point where all workers meet, such as a graceful ``shutdown``."""
 
 
 class EpochEnded(RpcError):

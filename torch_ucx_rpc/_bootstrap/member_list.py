@@ -5,7 +5,7 @@
     arrivals    how many places have ever been taken
     member/0    record of the first worker; empty when it has left, or when another member has noticed that it died
     member/1    record of the second ...
-    compacted   the places that still had a record when a worker last read the whole list, up to some place
+    compacted   a place, and the earlier places that still had a record when a worker last read the list up to there
 
 The records are JSON. In a job with a secret, workers authenticate them, and ``compacted`` too.
 

@@ -43,7 +43,7 @@ from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 _logger = logging.getLogger(__name__)
 
-# The Store answers on one thread. All workers together ask it about this many questions a second.
+# The Store answers on one thread. All workers together send it about this many requests a second.
 _QUESTIONS_PER_S = 1000
 _FIRST_QUESTIONS_PER_S = 50_000
 _LONGEST_PAUSE_S = 1.0

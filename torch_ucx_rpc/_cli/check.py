@@ -223,7 +223,7 @@ def take(tensor: torch.Tensor) -> None:
 
 
 def measure(callee: str, place: Place, effort: float) -> Pair:
-    """Calls from the worker that runs this to ``callee``; fewer of them where ``effort`` is less than 1."""
+    """Measure calls from this worker to ``callee``, and fewer of them if ``effort`` is less than 1."""
     caller = rpc.get_worker_info().name
     calls, tensors = max(10, int(200 * effort)), max(2, int(8 * effort))
     tensor = torch.ones(_TENSOR_BYTES, dtype=torch.uint8)

@@ -127,8 +127,8 @@ def _check_side(side: str, devices: list[torch.device], owner: Worker, caller: W
     which = f"in its device map for {callee}"
     if owner.devices and (unexpected := sorted({*devices} - {*owner.devices, CPU}, key=str)):
         raise ValueError(
-            f"Node {caller.name} has unexpected {side} devices {which}: {_list(unexpected)}, on {caller}. Of {owner} "
-            f"only {_list(owner.devices)} may be used, by its option devices."
+            f"Node {caller.name} has unexpected {side} devices {which}: {_list(unexpected)}, on {caller}. The option "
+            f"devices of {owner} allows only {_list(owner.devices)}."
         )
     if absent := _absent(devices, owner):
         raise ValueError(

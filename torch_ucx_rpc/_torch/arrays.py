@@ -3,7 +3,7 @@
 torch's RPC pickler collects tensors, whose memory the agent sends unchanged, and pickles everything else. The reducers
 of this module replace an array by a tensor on the same memory, and a function that makes the array again. The pickler
 still pickles some arrays: objects of subclasses, arrays with Python objects in them, small arrays, and arrays in device
-memory without device maps. If the running agent is not UCX's, all arrays are.
+memory without device maps. If the running agent is not UCX's, the pickler pickles all arrays.
 """
 
 # mypy: allow-untyped-calls
@@ -62,8 +62,8 @@ def _reduce_numpy(array: np.ndarray[Any, Any]) -> Any:
     is_writable = array.flags.writeable
     if any(stride < 0 for stride in array.strides):
         array = array.copy()  # no tensor goes backwards
-    # The tensor has bytes, in a further dimension. This serves dtypes that torch lacks, strides of a fraction of an
-    # element, and read-only memory, of which torch would warn.
+    # The elements of the tensor are bytes, so it has one dimension more than the array. This serves dtypes that
+    # torch lacks, strides of a fraction of an element, and read-only memory, of which torch would warn.
     interface = {
         "version": 3,
         "data": (array.__array_interface__["data"][0], False),

@@ -100,12 +100,13 @@ class Epochs:
         self._support: dict[Member, float] = {}
         self._joining: set[Member] = set()
         self._leaving: set[Member] = set()
-        # Outside the group: all other living workers, and the names of those that are outside too. Then the number with
-        # which this worker would found the group, and since when. Then the worker for whose founding this one waits.
+        # Outside the group: all other living workers, and the names of those that are outside too.
         self._others: tuple[Member, ...] = ()
         self._free: set[str] = set()
+        # The number with which this worker would found the group, and since when.
         self._founds = 0
         self._founding_since = now
+        # The founder that this worker waits for.
         self._bound: Member | None = None
         self._highest = 0
         if epoch is not None:

@@ -91,7 +91,8 @@ class Knowledge(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """The decider has opened a step of a model. The opening also holds for the next steps as they are closed.
+    """The decider has opened a step of a model. While the workers stay the same, later steps go on in this
+    generation.
 
     It also says that the previous step was closed, in the generation ``committed``.
     """

@@ -186,7 +186,7 @@ class Steps:
     # -- a step
 
     def begin_step(self) -> None:
-        """Note that the parameters are those of the beginning of a step."""
+        """Record that the parameters are those at the beginning of a step."""
         with self._office.changed:
             self._is_begun = True
             self._give_to_all()

@@ -35,7 +35,7 @@ TEST(HmacTest, MatchesTheVectorsOfTheRfc) {
 TEST(HmacTest, TagOfPartsIsTheTagOfTheWhole) {
   Hmac hmac("Jefe");
   const Hmac::Tag whole = hmac.of({bytesOf("what do ya want for nothing?")});
-  EXPECT_EQ(hmac.of({bytesOf("what do ya "), {}, bytesOf("want for nothing?")}), whole) << "and again each time";
+  EXPECT_EQ(hmac.of({bytesOf("what do ya "), {}, bytesOf("want for nothing?")}), whole) << "an Hmac can be used again";
 }
 
 TEST(HmacTest, TagsAreEqualOnlyIfEveryByteIsEqual) {

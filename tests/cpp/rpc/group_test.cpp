@@ -183,7 +183,7 @@ TEST_F(GroupTest, JoinNamesTheDeadWhenTheLivingHaveCome) {
   EXPECT_TRUE(contains(failed->details().cause, "lost worker 'w1'")) << failed->details().cause;
   EXPECT_TRUE(contains(failed->what(), "not all workers have come to it: lost worker 'w1'")) << failed->what();
   EXPECT_STREQ(others->what(), failed->what());
-  EXPECT_TRUE(worker(0).monitor.isEverybodyLeaving()) << "the living end together";
+  EXPECT_TRUE(worker(0).monitor.isEverybodyLeaving()) << "the living workers end together";
 }
 
 TEST_F(GroupTest, WorkerThatHasLeftIsNotWaitedFor) {

@@ -261,7 +261,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 // This thread drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
-    // After a sleep for nothing its thread looks for Ctrl-C, and then drives again.
+    // After kForNothing the waiting caller's thread looks for Ctrl-C, and then drives again.
     return sleep(callerDeadline_) != WaitSet::Slept::kForNothing;
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();

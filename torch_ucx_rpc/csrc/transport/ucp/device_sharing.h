@@ -40,7 +40,7 @@ Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t 
 // Decides which memory of CUDA devices a context may get. Needs the worker lock, except canShare() and refusal().
 class DeviceMemoryAccess {
  public:
-  DeviceMemoryAccess() = default; // nothing, without a context
+  DeviceMemoryAccess() = default; // to be replaced once there is a context
   explicit DeviceMemoryAccess(ucp_context_h context);
 
   // See canShareDeviceMemory().

@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 // repairs the ring, without UCX's knowledge.
 //
 // The layout is uct_mm's, the same from UCX 1.14 to 1.22 (src/uct/sm/mm/base/mm_iface.h). This class recognizes a ring
-// by what UCX writes into a new one. It leaves a ring that looks different alone.
+// by what UCX writes into a new one. It leaves alone a ring that looks different.
 //
 // Threads: end(), unwritten(), isConsistent() and skip() read and write the ring. They need the worker lock, and UCX
 // must still have the ring. processes() touches no ring, and any thread may call it at any time.
