@@ -9,9 +9,11 @@ import threading
 from unittest import mock
 
 import pytest
+import torch
 from torch.futures import Future
 
 from torch_ucx_rpc._workers.messages import Epoch, Member
+from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.reduction import _steps
 from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
@@ -324,6 +326,36 @@ def test_a_hook_that_begins_after_the_first_step_is_an_error() -> None:
         with pytest.raises(RuntimeError, match="'t1' is behind: the others have closed step 0 of 'server/model'"):
             steps.begin(are_equal=True)
         assert steps.standing.step == NEVER
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_means_that_are_overwritten_close_no_step(is_over: bool) -> None:
+    first = Opening("server/model", 8, 0, 7, ("t0", "t1"), ("t0", "t1"), ("t0",), ("t0", "t1"), SPEC)
+    later, closed = first._replace(generation=9), first._replace(generation=10, step=1, committed=8)
+    office = mock.Mock(**{"is_last.side_effect": lambda opening: not is_over or opening is first})
+    office.name, office.changed, office.steps, office.numbers = "t0", threading.RLock(), {}, itertools.count()
+
+    def wait(timeout: float | None) -> None:
+        # The means of the first opening come. Those of the later one do not, because its epoch ends.
+        if steps._generation == later.generation:
+            raise EpochEnded("over")
+
+    posted = mock.Mock(**{"wait.side_effect": wait})
+    with (
+        mock.patch.object(_steps, "office", return_value=office),
+        mock.patch.object(_steps, "Channel", return_value=mock.Mock(**{"post.return_value": posted})),
+    ):
+        steps = Steps("server", "model", expected=2)
+        steps.standing.begin(0, 7)
+        office.opening.return_value = first
+        steps.put([torch.ones(8)])
+        steps._put_all(first, None)
+        assert steps.standing.judge(later, "t0") is Next.PUT
+        office.opening.return_value = later
+        steps._put_all(later, None)
+    # The trainer closes the step only if it has all means of the committed generation.
+    assert steps.standing.judge(closed, "t0") is (Next.CLOSE if is_over else Next.FALL_BEHIND)
+    assert bool(steps._results) is is_over
 
 
 def test_parameters_that_do_not_come_in_time_are_an_error() -> None:

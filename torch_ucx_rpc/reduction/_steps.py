@@ -252,9 +252,7 @@ class Steps:
         with self._office.changed:
             opening = self._office.opening(self.key)
             self.standing.void = self._generation if opening is None else opening.generation
-        if self.standing.prepared != self.standing.void:
-            # Late means may still be written into the old memory.
-            self._results = []
+        self._drop_results()
         self._say()
 
     def _go_on(self, deadline: float | None, *, until_closed: bool) -> None:
@@ -331,8 +329,13 @@ class Steps:
         self._say()
 
     def _fail(self, opening: Opening) -> None:
-        # Late means may still be written into the old memory.
-        self._tried, self._results = opening, []
+        self._tried = opening
+        self._drop_results()
+
+    def _drop_results(self) -> None:
+        # Late means may still be written into the old memory. A prepared step has all its means, and may be closed yet.
+        if self.standing.prepared == NEVER:
+            self._results = []
 
     def _close(self) -> None:
         with self._office.changed:
@@ -432,6 +435,11 @@ class Steps:
     def _send(self, opening: Opening) -> None:
         """Put the buckets that this opening does not have yet, and post their means."""
         if self._generation != opening.generation:
+            with self._office.changed:
+                if not self._office.is_last(opening):
+                    raise EpochEnded(f"generation {opening.generation} of {self.key!r} is over")
+                # Other means are written into the memory from now on. So an earlier generation cannot be closed here.
+                self.standing.prepared = NEVER
             self._generation, self._counts = opening.generation, [0] * len(opening.hosts)
             self._sent, self._posted = 0, []
         if not self._sent:
