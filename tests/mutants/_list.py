@@ -204,6 +204,12 @@ MUTANTS = (
         ": (!received.accept(header.sequence) && false)) {\n",
         ("SealedAgentTest", "StrangerTest", "HardshipTest"),
     ),
+    Mutant(
+        "cpp-late-announcements-are-used",
+        "  if (isRendezvous && from.incoming.isOutdated(header.endpoint)) {\n",
+        "  if (false && isRendezvous && from.incoming.isOutdated(header.endpoint)) {\n",
+        ("LateAnnouncementOverAnEarlierEndpointIsVoid",),
+    ),
     # ---- Errors and starts ------------------------------------------------------------------------------------------
     Mutant(
         "cpp-errors-do-not-say-who-is-lost",

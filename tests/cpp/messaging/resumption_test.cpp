@@ -195,6 +195,38 @@ TEST_F(ResumptionTest, SlowReceiveOutlastsAnotherAnnouncementOverItsEndpoint) {
   EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u);
 }
 
+TEST_F(ResumptionTest, LateAnnouncementOverAnEarlierEndpointIsVoid) {
+  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+  network_.setFault([](const wire::Header&, SendMode) { return Fate::kHold; });
+  post(Kind::kRequest, 1, kLarge);
+  network_.setFault({});
+  reset(0);
+  network_.stallReceives(true);
+  wait();
+  network_.releaseHeld();
+  waitASecond();
+  EXPECT_EQ(two_.peer(0).timesResumed.load(), 0u) << "the endpoint over which the receive has begun is good";
+}
+
+// The new announcement is lost, but a later frame shows that there is a new endpoint.
+TEST_F(ResumptionTest, ReceiveOverAReplacedEndpointEndsWithoutAnAnnouncement) {
+  network_.makeOriginsInternal();
+  two_.messenger.postControl(two_.peer(0), {Kind::kPong}); // makes an endpoint
+  network_.stallReceives(true);
+  post(Kind::kRequest, 1, kLarge);
+  exchangeAll();
+  network_.stallReceives(false);
+  size_t announced = 0;
+  network_.setFault([&announced](const wire::Header&, SendMode mode) {
+    return mode == SendMode::kRendezvous && announced++ == 0 ? Fate::kDrop : Fate::kDeliver;
+  });
+  reset(0);
+  post(Kind::kRequest, 2);
+  waitASecond();
+  waitASecond();
+  EXPECT_EQ(notesOfTwo(), (Notes{"request 2", "request 1"}));
+}
+
 TEST_F(ResumptionTest, AnswerAcknowledgesItsRequestAndIsItselfAcknowledgedLater) {
   post(Kind::kRequest, 1);
   exchangeAll();

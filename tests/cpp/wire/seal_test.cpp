@@ -72,6 +72,13 @@ TEST_F(SealTest, AnnouncedLengthIsCovered) {
   EXPECT_FALSE(opener_.isGenuine(header, 1'000'001, {}));
 }
 
+TEST_F(SealTest, ContentStaysGenuineOverAnotherEndpoint) {
+  Header header = sealed("body");
+  sealContent(kKey, header, {}, bytesOf("payload"));
+  header.endpoint = 2;
+  EXPECT_TRUE(isContentGenuine(kKey, header, {}, bytesOf("payload")));
+}
+
 TEST_F(SealTest, AnotherKeyOpensNothing) {
   std::string other = kKey;
   other.back() ^= 1;

@@ -17,7 +17,8 @@ Error read(const Header& sent, Header& received) {
 TEST(WireHeaderTest, EveryFieldArrives) {
   Header sent;
   sent.kind = Kind::kResponse;
-  sent.sourceRank = 0x01020304;
+  sent.sourceRank = 0x0102;
+  sent.endpoint = 0x0304;
   sent.sourceSession = 0x1112131415161718;
   sent.targetSession = 0x2122232425262728;
   sent.callId = 0x3132333435363738;
@@ -35,7 +36,8 @@ TEST(WireHeaderTest, EveryFieldArrives) {
 TEST(WireHeaderTest, LayoutIsTheOneThatIsDrawn) {
   Header header;
   header.kind = Kind::kCancel;
-  header.sourceRank = 0x44332211;
+  header.sourceRank = 0x2211;
+  header.endpoint = 0x4433;
   header.index = kBodyIndex;
   header.spanCount = 7;
   header.sequence = 0x81;
@@ -48,6 +50,7 @@ TEST(WireHeaderTest, LayoutIsTheOneThatIsDrawn) {
   EXPECT_EQ(bytes[2], kVersion);
   EXPECT_EQ(bytes[3], 3);
   EXPECT_EQ(bytes[4], 0x11);
+  EXPECT_EQ(bytes[6], 0x33);
   EXPECT_EQ(bytes[7], 0x44);
   EXPECT_EQ(bytes[32], 0xFF);
   EXPECT_EQ(bytes[36], 7);

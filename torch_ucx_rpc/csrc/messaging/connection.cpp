@@ -2,6 +2,7 @@
 
 #include "runtime/worker_mutex.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -39,6 +40,9 @@ void Connection::transition(Event event) {
 
 void Connection::setEndpoint(std::optional<EndpointId> endpoint) {
   path().endpoint = endpoint;
+  if (endpoint.has_value() && ++outgoing.endpoints == 0) {
+    outgoing.endpoints = 1; // 0 stands for none
+  }
   transition(endpoint.has_value() ? Event::kConnected : Event::kDisconnected);
 }
 
@@ -57,20 +61,30 @@ void Connection::breakOff(const std::string& why) {
   }
 }
 
-const void* Connection::Incoming::outdatedOrigin(const Transport& transport) {
-  if (!std::exchange(hasAgain, false)) {
-    return nullptr;
+bool Connection::Incoming::isOutdated(uint16_t number) const {
+  return number != 0 && static_cast<int16_t>(number - endpoint) < 0;
+}
+
+bool Connection::Incoming::noteEndpoint(uint16_t number) {
+  const bool isNew = number != 0 && number != endpoint && !isOutdated(number);
+  endpoint = isNew ? number : endpoint;
+  mayBeOutdated |= isNew && !announced.empty();
+  return isNew;
+}
+
+std::vector<const void*> Connection::Incoming::outdatedOrigins() {
+  std::vector<const void*> origins;
+  if (!mayBeOutdated) {
+    return origins;
   }
   for (const auto& [key, announcement] : announced) {
-    if (announcement.again == nullptr) {
-      continue;
-    }
-    hasAgain = true;
-    if (announcement.isBeingReceived && transport.originOf(announcement.again) != announcement.origin) {
-      return announcement.origin;
+    if (announcement.isBeingReceived && isOutdated(announcement.endpoint) &&
+        std::ranges::find(origins, announcement.origin) == origins.end()) {
+      origins.push_back(announcement.origin);
     }
   }
-  return nullptr;
+  mayBeOutdated = !origins.empty();
+  return origins;
 }
 
 std::vector<Receiving::Entry>::iterator Connection::Incoming::next() {

@@ -147,6 +147,7 @@ class Connection {
     std::vector<uint64_t> withdrawn; // calls that have left in part, and that the peer must cancel
     KeptMessages kept;
     bool mustSendAgain = false; // the peer asks for what it does not have
+    uint16_t endpoints = 0; // how many have been made: wire::Header::endpoint
     uint64_t sentAgainBelow = 1; // frames below this number left, or left again, before all later frames
     std::string whyBroken; // why the endpoint must be replaced; empty while it is good
     size_t underWay = 0; // messages that the transport has not finished, or that wait for their turn
@@ -161,7 +162,8 @@ class Connection {
     bool isOwing = false; // in Connections::owing
     uint64_t lacked = 0; // the result of lacking() when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts the peer must announce again
-    bool hasAgain = false; // a rendezvous that had not failed was announced again; Retries looks at it
+    uint16_t endpoint = 0; // the peer's latest one, as far as its frames have shown
+    bool mayBeOutdated = false; // a receive may wait for an earlier one; Retries looks at it
 
     uint64_t inFlightBytes = 0;
     size_t inFlightPieces = 0;
@@ -175,8 +177,12 @@ class Connection {
       return first < received.next() && !announced.contains(first) ? first : 0;
     }
 
-    // This side's end of an endpoint that the peer has given up. Null unless a receive still waits for it.
-    const void* outdatedOrigin(const Transport& transport);
+    // Notes the peer's endpoint over which a frame has come. True if it is the first frame over a new one.
+    bool noteEndpoint(uint16_t number);
+    // Whether the peer has given up an endpoint. What was announced over it is void.
+    bool isOutdated(uint16_t number) const;
+    // This side's ends of endpoints that the peer has given up, and for which receives still wait.
+    std::vector<const void*> outdatedOrigins();
 
     // The message whose part is received next: by turns the oldest message, and the message with the fewest parts left.
     // So small messages pass large ones, and large messages still end one after another.
@@ -216,7 +222,7 @@ class Connection {
   }
   // Whether Retries has something to do for this connection.
   bool mustRetry() const {
-    return state() == State::kResuming || !incoming.stalled.empty() || incoming.hasAgain || lacking() != 0;
+    return state() == State::kResuming || !incoming.stalled.empty() || incoming.mayBeOutdated || lacking() != 0;
   }
 
   // Whether a message to or from the peer waits for a device. No event announces the end of a device's work.

@@ -68,6 +68,12 @@ bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t by
   if (header.sequence == 0) {
     return true;
   }
+  if (from.incoming.noteEndpoint(header.endpoint)) {
+    connections_.makeReady(from); // Messenger has Retries look at what waits for earlier ones
+  }
+  if (isRendezvous && from.incoming.isOutdated(header.endpoint)) {
+    return false; // the peer announces it again over its present endpoint
+  }
   wire::ReplayWindow& received = from.incoming.received;
   // A rendezvous takes its number when it has been received.
   if (isRendezvous ? received.hasCome(header.sequence) : !received.accept(header.sequence)) {
@@ -88,20 +94,24 @@ Announcement* Inbox::announce(Connection& from, const wire::Header& header, void
   Connection::Incoming& incoming = from.incoming;
   const bool isNumbered = header.sequence != 0;
   const uint64_t key = isNumbered ? header.sequence : ~incoming.unnumbered++;
-  const auto [entry, isNew] = incoming.announced.try_emplace(key, Announcement{&from, key, rendezvous, isNumbered});
+  const auto [entry, isNew] = incoming.announced.try_emplace(
+      key,
+      Announcement{
+          .from = &from, .key = key, .rendezvous = rendezvous, .isNumbered = isNumbered, .endpoint = header.endpoint});
   Announcement& announcement = entry->second;
   if (isNew) {
     return &announcement;
   }
-  if (announcement.rendezvous == nullptr && !announcement.isBeingReceived) {
-    announcement.rendezvous = rendezvous;
+  if (announcement.isBeingReceived) {
+    receiver_.releaseHandle(std::exchange(announcement.again, rendezvous));
+    announcement.endpointAgain = header.endpoint;
+  } else if (announcement.rendezvous == nullptr || announcement.endpoint != header.endpoint) {
+    receiver_.releaseHandle(std::exchange(announcement.rendezvous, rendezvous));
+    announcement.endpoint = header.endpoint;
     std::ranges::move(std::exchange(incoming.stalled, {}), std::back_inserter(incoming.waiting));
     connections_.makeReady(from);
   } else {
-    // The receiver tries the earlier announcement first: this one may be a replay.
-    receiver_.releaseHandle(std::exchange(announcement.again, rendezvous));
-    incoming.hasAgain = true;
-    connections_.makeReady(from); // Messenger has Retries look at it
+    receiver_.releaseHandle(rendezvous); // it has come twice over this endpoint, or is a replay
   }
   return nullptr;
 }

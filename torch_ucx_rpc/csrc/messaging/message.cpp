@@ -30,7 +30,7 @@ std::span<const std::byte> payloadIn(const Spans& spans, std::span<const std::by
 void OutgoingMessage::address(
     wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId) {
   header.kind = kind;
-  header.sourceRank = static_cast<uint32_t>(sourceRank);
+  header.sourceRank = static_cast<uint16_t>(sourceRank);
   header.sourceSession = sourceSession;
   header.targetSession = targetSession;
   header.callId = callId;

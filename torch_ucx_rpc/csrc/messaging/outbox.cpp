@@ -268,7 +268,6 @@ void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owne
   if (received.missing().empty()) {
     connection.incoming.unacknowledgedBytes = 0;
   }
-  message.sealFrames(connection.sealer);
   if (isKept) {
     kept.add(std::unique_ptr<OutgoingMessage>(&message));
     peer.resendBytes.store(kept.bytes(), std::memory_order_relaxed);
@@ -284,7 +283,11 @@ void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owne
 void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
   const EndpointId endpoint = *connection.endpoint();
   size_t left = 0;
-  message.forEachFrame([&](const wire::Header& /*header*/, bool hasArrived) { left += hasArrived ? 0 : 1; });
+  message.forEachFrame([&](wire::Header& header, bool hasArrived) {
+    header.endpoint = message.isKept ? connection.outgoing.endpoints : 0;
+    left += hasArrived ? 0 : 1;
+  });
+  message.sealFrames(connection.sealer);
   if (!std::exchange(message.isUnderWay, true)) {
     ++connection.outgoing.underWay;
   }
@@ -427,7 +430,6 @@ void Outbox::endKept(Connection& connection) {
     freeRoom(connection, *message);
     if (message->error && !isOver && connection.mayResume()) {
       for (OutgoingMessage* pong : kept.replace(*message)) {
-        pong->sealFrames(connection.sealer);
         if (connection.endpoint().has_value()) {
           sendFrames(connection, *pong);
         }

@@ -248,7 +248,7 @@ void Receiver::receiveNextParts(Connection& connection) {
   while (!source.waiting.empty()) {
     const auto next = source.next();
     const Entry receiving = *next;
-    const Part* const part = nextPart(*receiving);
+    const Part* const part = nextPart(connection, *receiving);
     if (part == nullptr) {
       source.waiting.erase(next);
       source.stalled.push_back(receiving);
@@ -276,7 +276,9 @@ void Receiver::receivePart(Connection& connection, Entry receiving) {
   const Part part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   part.announcement->isBeingReceived = true;
-  part.announcement->origin = transport_.originOf(part.announcement->rendezvous);
+  if (part.announcement->isNumbered) {
+    part.announcement->origin = transport_.originOf(part.announcement->rendezvous);
+  }
   ++receiving->unfinished;
   ++connection.incoming.inFlightPieces;
   connection.incoming.inFlightBytes += bytes;
@@ -309,8 +311,14 @@ void Receiver::receivePart(Connection& connection, Entry receiving) {
       part.memory);
 }
 
-Receiving::Part* Receiver::nextPart(Receiving& receiving) {
-  const auto isThere = [](const Part& part) { return part.announcement->rendezvous != nullptr; };
+Receiving::Part* Receiver::nextPart(const Connection& connection, Receiving& receiving) {
+  const auto isThere = [&](const Part& part) {
+    Announcement& announcement = *part.announcement;
+    if (connection.incoming.isOutdated(announcement.endpoint)) {
+      releaseHandle(std::exchange(announcement.rendezvous, nullptr));
+    }
+    return announcement.rendezvous != nullptr;
+  };
   const auto begin = receiving.parts.begin() + static_cast<std::ptrdiff_t>(receiving.begun);
   const auto found = std::find_if(begin, receiving.parts.end(), isThere);
   if (found == receiving.parts.end()) {
@@ -324,6 +332,7 @@ void Receiver::putBack(Connection& connection, Entry receiving, Part part) {
   Announcement& announcement = *part.announcement;
   announcement.isBeingReceived = false;
   announcement.rendezvous = std::exchange(announcement.again, nullptr);
+  announcement.endpoint = announcement.endpointAgain;
   Connection::Incoming& source = connection.incoming;
   const bool isWaiting = receiving->begun != receiving->parts.size();
   receiving->parts.push_back(part);

@@ -138,7 +138,7 @@ class Receiver : private ReceivingParts {
   void receiveNextParts(Connection& connection);
   void receivePart(Connection& connection, Entry receiving);
   // The part to receive next. Null if the peer must first announce all parts again.
-  static Part* nextPart(Receiving& receiving);
+  Part* nextPart(const Connection& connection, Receiving& receiving);
   // Puts back a part that was not received because its endpoint has failed: the peer announces it again.
   void putBack(Connection& connection, Entry receiving, Part part);
   // Ends a rendezvous that has been received, with all its `bytes`, or that is given up.

@@ -24,6 +24,8 @@ struct Announcement {
   void* rendezvous; // the transport's handle; null while the transport receives it, and until it is announced again
   bool isNumbered;
   bool isBeingReceived = false;
+  uint16_t endpoint = 0; // the peer's endpoint over which it came: wire::Header::endpoint
+  uint16_t endpointAgain = 0; // likewise
   void* again = nullptr; // a later announcement; used if `rendezvous` fails
   const void* origin = nullptr; // Transport::originOf() the rendezvous that is being received
 };

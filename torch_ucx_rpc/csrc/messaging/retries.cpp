@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -15,6 +16,9 @@ constexpr auto kPeriod = std::chrono::milliseconds(20);
 
 // How many rounds this worker waits for a peer to announce or send something again, before it asks for that.
 constexpr unsigned kRoundsToAsk = 25;
+
+// How often it then tries to close an end that the peer has given up.
+constexpr unsigned kRoundsToClose = 5;
 
 // How often the log says that messages cannot be sent.
 constexpr auto kReminder = std::chrono::seconds(10);
@@ -71,16 +75,17 @@ bool Retries::resume(Connection& connection) {
     outbox_.acknowledge(connection, true);
   }
   connection.roundsStalled = isStalled ? connection.roundsStalled : 0;
-  const void* const outdated = connection.incoming.outdatedOrigin(transport_);
-  connection.roundsOutdated = outdated != nullptr ? connection.roundsOutdated + 1 : 0;
-  if (connection.roundsOutdated == kRoundsToAsk) {
-    connection.roundsOutdated = 0;
-    if (!transport_.closeOrigin(outdated)) {
-      connection.outgoing.whyBroken = "the peer has replaced its end of it";
-      connections_.makeReady(connection);
+  const std::vector<const void*> outdated = connection.incoming.outdatedOrigins();
+  connection.roundsOutdated = outdated.empty() ? 0 : connection.roundsOutdated + 1;
+  if (connection.roundsOutdated >= kRoundsToAsk && connection.roundsOutdated % kRoundsToClose == 0) {
+    for (const void* origin : outdated) {
+      if (!transport_.closeOrigin(origin)) {
+        connection.outgoing.whyBroken = "the peer has replaced its end of it";
+        connections_.makeReady(connection);
+      }
     }
   }
-  return isStalled || connection.incoming.hasAgain || connection.state() == Connection::State::kResuming;
+  return isStalled || connection.incoming.mayBeOutdated || connection.state() == Connection::State::kResuming;
 }
 
 } // namespace torch_ucx_rpc

@@ -12,7 +12,7 @@
 //
 //      0       2   3   4               8                              16
 //      +-------+---+---+---------------+-------------------------------+
-//   0  | magic |ver|knd|  source rank  |        source session         |
+//   0  | magic |ver|knd| rank  |endpnt |        source session         |
 //      +-------+---+---+---------------+-------------------------------+
 //  16  |        target session         |            call id            |
 //      +---------------+---------------+-------------------------------+
@@ -85,7 +85,10 @@ struct Header {
   uint16_t magic = kMagic;
   uint8_t version = kVersion;
   Kind kind = Kind::kRequest;
-  uint32_t sourceRank = 0;
+  uint16_t sourceRank = 0;
+  // Counts the sender's endpoints to the receiver, from 1. What was announced over an earlier one is void. 0: the frame
+  // is never sent again.
+  uint16_t endpoint = 0;
   uint64_t sourceSession = 0; // random, one for each life of an agent: receivers recognize frames of an earlier life
   uint64_t targetSession = 0; // likewise: a frame for an earlier owner of this address is refused
   uint64_t callId = 0;
@@ -107,9 +110,9 @@ struct Header {
   uint32_t acknowledged = 0;
   Hmac::Tag frameTag{}; // over this header, and over a body that travels in this frame
 };
-static_assert(sizeof(Header) == 88 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
-static_assert(offsetof(Header, targetSession) == 16 && offsetof(Header, callId) == 24);
-static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36);
+static_assert(sizeof(Header) == 88 && offsetof(Header, sourceRank) == 4 && offsetof(Header, endpoint) == 6);
+static_assert(offsetof(Header, sourceSession) == 8 && offsetof(Header, targetSession) == 16);
+static_assert(offsetof(Header, callId) == 24 && offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36);
 static_assert(
     offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, deadlineMs) == 64);
 static_assert(offsetof(Header, acknowledged) == 68 && offsetof(Header, frameTag) == 72);

@@ -22,9 +22,11 @@ Hmac::Tag contentTag(
     std::span<const std::byte> rendezvousBody,
     std::span<const std::byte> payload) {
   const uint64_t sizes[] = {rendezvousBody.size(), payload.size()};
+  Header call = header;
+  call.endpoint = 0; // it changes if the message is sent again
   return Hmac(key).of(
       {bytesOf(kContentLabel),
-       bytesOf(header).first(offsetof(Header, sequence)), // names the call, and so the message
+       bytesOf(call).first(offsetof(Header, sequence)), // names the call, and so the message
        std::as_bytes(std::span(sizes)),
        rendezvousBody,
        payload});

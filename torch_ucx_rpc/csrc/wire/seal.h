@@ -21,7 +21,8 @@
 namespace torch_ucx_rpc::wire {
 
 // Fills the content tag in the header of a message's body, for the parts that come by rendezvous. All fields before
-// `sequence` must have their final values. Call sealContent() before sealFrame(). It takes long for a large payload.
+// `sequence` but `endpoint` must have their final values. Call sealContent() before sealFrame(). It takes long for a
+// large payload.
 void sealContent(
     const std::string& key,
     Header& header,

@@ -3,6 +3,7 @@
 #include "base/intrusive_list.h"
 #include "transport/transport.h"
 #include "transport/ucp/ucx_log.h"
+#include "wire/header.h"
 
 #include <ucp/api/ucp.h>
 
@@ -19,6 +20,7 @@ struct UcpOperation {
   UcpOperations* owner;
   const UcpEndpoint* endpoint; // of a send; null for a receive
   OperationDone done;
+  wire::Header header{}; // of a send; the sender may change its own
   ucs_status_t status = UCS_INPROGRESS;
   UcpOperation* before = nullptr; // in a list of its owner
   UcpOperation* after = nullptr;

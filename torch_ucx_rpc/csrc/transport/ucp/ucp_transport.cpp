@@ -251,6 +251,7 @@ void UcpTransport::send(
     done(noMemory());
     return;
   }
+  operation->header = header;
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
       UCP_OP_ATTR_FIELD_MEMORY_TYPE;
@@ -262,7 +263,14 @@ void UcpTransport::send(
   param.memory_type = memoryTypeOf(memory);
   operations_.onSubmitted(
       operation,
-      ucp_am_send_nbx(endpoint.handle, kMessageId, &header, sizeof(header), bytes.data(), bytes.size(), &param));
+      ucp_am_send_nbx(
+          endpoint.handle,
+          kMessageId,
+          &operation->header,
+          sizeof(operation->header),
+          bytes.data(),
+          bytes.size(),
+          &param));
 }
 
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
