@@ -44,7 +44,7 @@ def test_workers_without_a_common_secret_are_refused_by_name(
 ) -> None:
     for said, error in zip(says, run_workers(2, meet_with, secrets, init=False), strict=True):
         assert re.search(f"^JoinFailed: the workers do not share one secret: {said}", error), error
-        assert f"by secret_file, {FILE_VARIABLE} or {VARIABLE}, or none." in error
+        assert f"by secret_file, {FILE_VARIABLE} or {VARIABLE}, or no secret." in error
 
 
 def test_rank_0_tells_all_workers_of_a_wrong_secret() -> None:
