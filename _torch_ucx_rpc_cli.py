@@ -242,7 +242,7 @@ def _top(parser: argparse.ArgumentParser) -> None:
     narrow terminal has some of them):
 
         calls, open   calls made by the worker, and those that wait for an answer
-        p50, p99      durations of the calls that were completed in the last interval
+        p50, p99      durations of the calls that ended in the last interval
         sent, recv    bytes of messages
         run, wait     calls of others that a thread runs; those that wait
                       for one, and messages that wait at their senders

@@ -100,7 +100,7 @@ def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         ({"UCX_TSL": "tcp"}, "UCX says: unused environment variable: UCX_TSL (maybe: UCX_TLS?)"),
         ({"UCX_TLS": "self"}, "UCX_TLS=self leaves no transport by which messages reach another worker"),
         ({"UCX_MM_ERROR_HANDLING": "n"}, "workers of one host cannot use shared memory and take TCP -> unset it"),
-        ({"TORCH_UCX_RPC_UXC": "wheel"}, "the variable TORCH_UCX_RPC_UXC means nothing"),
+        ({"TORCH_UCX_RPC_UXC": "wheel"}, "torch_ucx_rpc has no variable TORCH_UCX_RPC_UXC"),
         ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host.invalid cannot be resolved"),
     ],
 )

@@ -412,4 +412,4 @@ def test_error_without_a_temporary_folder_says_where_it_looked() -> None:
 def test_the_meeting_place_must_be_on_the_first_machine() -> None:
     done = run("-n", 1, "--nnodes", 2, "--node-rank", 0, "--rdzv", "192.0.2.77:29500", "-c", "pass")
     assert done.returncode == ExitCode.NOT_STARTED
-    assert "--rdzv 192.0.2.77:29500 is not on this machine" in done.stderr
+    assert "--rdzv 192.0.2.77:29500 must be an address of this machine" in done.stderr

@@ -23,6 +23,7 @@ from torch.distributed.optim import DistributedOptimizer
 from tests.support.swaps import SWAPS
 from tests.support.workers import agent
 from torch_ucx_rpc import services
+from torch_ucx_rpc._workers import members
 from torch_ucx_rpc.errors import CallTimedOut
 
 from ._journal import Journal, Step
@@ -491,11 +492,17 @@ class Caller:
                     self._journal.note("taken", began=began, error=str(error))
                 else:
                     self._seat = seat
+                    self._note_seat("seated", seat)
             else:
                 seat, self._seat = self._seat, None
+                self._note_seat("rises", seat)
                 check((life := services.get(seat).to_here()) == self._life, f"{seat!r} is of {life}")
                 services.unregister(seat)
             call.answered()
+
+    def _note_seat(self, what: str, seat: str) -> None:
+        epoch = members.group("services").epoch
+        self._journal.note(what, seat=seat, epoch=epoch and epoch.number, decider=epoch and epoch.decider.name)
 
     def push(self) -> None:
         """Push to this worker's server, whose hosts are two other workers."""
