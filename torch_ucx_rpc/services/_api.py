@@ -316,9 +316,9 @@ def call_role(
 
 def statistics() -> tuple[ServiceStatistics, ...]:
     """Return the counts of calls that this worker has served, by name; empty if RPC is not running."""
-    known = directory.last()
     # A user may still hold the agent of an earlier life.
-    return () if known is None or not known.life.lasts() else _statistics_of(known)
+    known = directory.last() if directory.is_made() else None
+    return () if known is None else _statistics_of(known)
 
 
 def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:
