@@ -213,7 +213,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
         device_pool (str): the allocator of tensors that arrive on CUDA devices (default: "torch"). "torch" is torch's
-            allocator. "rmm" is RMM's memory resource for the device: the user's, or a pool if there is none.
+            allocator. "rmm" is RMM's memory resource for the device: the user's, or a pool if the user has set none.
         device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
             all that the device has).
         stream_priority (int): priority of the CUDA streams on which handlers run and received tensors are copied

@@ -336,7 +336,7 @@ def test_means_that_are_overwritten_close_no_step(is_over: bool) -> None:
     office.name, office.changed, office.steps, office.numbers = "t0", threading.RLock(), {}, itertools.count()
 
     def wait(timeout: float | None) -> None:
-        # The means of the first opening come. Those of the later one do not, because its epoch ends.
+        # The means of the first opening come. The epoch of the later opening ends before its means come.
         if steps._generation == later.generation:
             raise EpochEnded("over")
 

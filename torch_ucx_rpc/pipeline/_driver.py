@@ -344,7 +344,7 @@ class DistributedPipeline:
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:
         """Read a checkpoint that `save` has written, by this pipeline or by one with other stages. The default is the
-        last one saved. Raises ValueError if there is none."""
+        last one saved. Raises ValueError if no state has been saved."""
         self._recovery.load(path)
 
     def checkpoint_parts(self) -> list[Any]:

@@ -259,7 +259,7 @@ def cut(host: str, cut: Cut) -> None:
 
 
 def progress(host: str, cut: Cut | None) -> str:
-    """Return the state of a host; "closed" if there is none. The host gets the ``cut``, if there is one."""
+    """Return the state of a host; "closed" if the pipeline has no host here. The host gets a ``cut`` that is given."""
     if (found := _hosts.get(host)) is None:
         return "closed"
     if cut is not None:

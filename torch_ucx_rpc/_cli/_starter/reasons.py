@@ -58,7 +58,7 @@ def _is_binary(file: str) -> bool:
 
 
 def _text(program: Sequence[str]) -> str:
-    """The source of the program's main module; empty if there is none, or if it cannot be found."""
+    """Return the source of the program's main module; empty if the module has no source, or none can be found."""
     first = program[0]
     if first == "-c":
         return program[1]

@@ -179,7 +179,7 @@ class Connection {
 
     // Notes the peer's endpoint over which a frame has come. True if it is the first frame over a new one.
     bool noteEndpoint(uint16_t number);
-    // Whether the peer has given up an endpoint. What was announced over it is void.
+    // Whether the peer has given up an endpoint. Announcements over it are void.
     bool isOutdated(uint16_t number) const;
     // This side's ends of endpoints that the peer has given up, and for which receives still wait.
     std::vector<const void*> outdatedOrigins();

@@ -31,7 +31,7 @@ bool isQueued(const OutgoingMessage& message) {
   return wire::isMessage(message.header.kind);
 }
 
-// Takes the request with this id. Returns null if there is none.
+// Takes the request with this id. Returns null if no message here is that request.
 std::unique_ptr<OutgoingMessage> takeRequest(Messages& messages, uint64_t callId) {
   const auto found = std::ranges::find_if(messages, [&](const std::unique_ptr<OutgoingMessage>& message) {
     return message->header.kind == wire::Kind::kRequest && message->header.callId == callId;

@@ -155,7 +155,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
 
   // Returns the earliest epoch that the group can be in, if that is later than the value's.
   std::optional<uint64_t> laterEpochLocked(const wire::PutName& name) const;
-  // The slot of a value. Makes the slot if there is none.
+  // Returns the slot of a value. Makes the slot if the value has no slot yet.
   Slot& slotLocked(const Peer& from, const Name& name);
   void forgetIfEmptyLocked(const Peer& from, const Name& name);
   // Takes the first wait for this value out of its slot. Null if there is none.

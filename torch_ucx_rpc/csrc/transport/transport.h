@@ -110,8 +110,9 @@ class Transport {
     return connect(address, endpoint);
   }
 
-  // Sends one active message. Header and bytes must stay valid until `done`. Only a rendezvous may be in device memory,
-  // and only where deviceMemoryRefusal() allows it.
+  // Sends one active message. Copies the header, since a message may leave again over another endpoint before `done`.
+  // The bytes must stay valid until `done`. Only a rendezvous may be in device memory, and only where
+  // deviceMemoryRefusal() allows it.
   virtual void send(
       EndpointId endpoint,
       const wire::Header& header,
@@ -140,7 +141,7 @@ class Transport {
   virtual void release(void* rendezvous) = 0;
 
   // Returns this side's end of the connection over which a rendezvous was announced. The rendezvous must be neither
-  // received nor released. Two announcements with different ends show that the peer has replaced its endpoint.
+  // received nor released.
   virtual const void* originOf(void* rendezvous) const = 0;
 
   // Closes the origin of a rendezvous that is being received. The receive ends with an error, now or in a later

@@ -86,7 +86,7 @@ struct Header {
   uint8_t version = kVersion;
   Kind kind = Kind::kRequest;
   uint16_t sourceRank = 0;
-  // Counts the sender's endpoints to the receiver, from 1. What was announced over an earlier one is void. 0: the frame
+  // Counts the sender's endpoints to the receiver, from 1. Announcements over earlier endpoints are void. 0: the frame
   // is never sent again.
   uint16_t endpoint = 0;
   uint64_t sourceSession = 0; // random, one for each life of an agent: receivers recognize frames of an earlier life

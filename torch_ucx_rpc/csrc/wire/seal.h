@@ -39,8 +39,9 @@ bool isContentGenuine(
 class FrameSeal {
  public:
   explicit FrameSeal(const std::string& key) : hmac_(key) {}
-  // Fills the frame tag. The header must have its number, and must not change afterwards. `dataBytes` is the size of
-  // the data that travels with the frame or that it announces. `data` is the body that travels with it, or empty.
+  // Fills the frame tag. The header must have its number. After a change of the header, seal the frame again.
+  // `dataBytes` is the size of the data that travels with the frame or that it announces. `data` is the body that
+  // travels with it, or empty.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   // True if the peer sealed this frame.
   bool isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
