@@ -24,9 +24,10 @@ from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc._threads import interrupt_all
 
-# Seconds for which the end of the interpreter waits for interrupted handlers.
-_HANDLERS_END_S = 0.5
+# Seconds for which the end of the interpreter waits for interrupted threads.
+_THREADS_END_S = 0.5
 
 # The running agent. torch holds the C++ object. This reference keeps the Python object alive, with the attributes
 # below, so that `_get_current_rpc_agent` returns it.
@@ -163,16 +164,16 @@ def _shut_down_at_exit() -> None:
         destroy_rref_context(True)
         _cleanup_python_rpc_handler()
         _reset_current_rpc_agent()
-    _end_handlers()
+    _end_threads()
 
 
-def _end_handlers() -> None:
-    """Raise SystemExit in the handlers that still run, and wait for their threads to end.
+def _end_threads() -> None:
+    """Raise SystemExit in the handlers that still run and in the libraries' threads, and wait until they have ended.
 
-    During finalization, the interpreter ends each thread that returns from a wait. It unwinds the thread's C++ frames,
-    which aborts the process. A handler that stays in C code for longer ends with the process.
+    `_threads` says why. A thread that stays in C code for longer ends with the process.
     """
-    deadline = time.monotonic() + _HANDLERS_END_S
+    deadline = time.monotonic() + _THREADS_END_S
     _C.interrupt_threads()
+    interrupt_all(deadline)
     while _C.threads_left() and time.monotonic() < deadline:
         time.sleep(0.001)

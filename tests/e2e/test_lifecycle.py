@@ -472,6 +472,12 @@ def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: 
             "def busy():\n    while True:\n        time.sleep(0.001)\nfuture = rpc.rpc_async(1 - rank, busy)\n",
             id="a handler that comes back to Python",
         ),
+        pytest.param(
+            "from torch_ucx_rpc import services\n"
+            "def busy(service):\n    while True:\n        received[-1].add(1)\n"
+            "services.watch('score', busy)\n",
+            id="a thread of a library that computes",
+        ),
     ],
 )
 def test_an_interpreter_ends_despite_unfinished_work(lines: str, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ ORDER = (
     "_build_info",
     "_C",
     "_native",
+    "_threads",
     "_devices",
     "_options",
     "_bootstrap",

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed.rpc import api
 
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
 
 _PERIOD_S = 0.01
@@ -67,7 +68,7 @@ def _repeated_after_a_loss(act: Callable[[], None], delay: float) -> Iterator[th
     def on_gone(gone: Gone) -> None:
         if gone.failed and not is_lost.is_set():
             is_lost.set()
-            threading.Thread(target=repeat, name="torch_ucx_rpc_shutdown", daemon=True).start()
+            Thread(repeat, name="torch_ucx_rpc-shutdown").start()
 
     unsubscribe = subscribe(on_gone)
     try:

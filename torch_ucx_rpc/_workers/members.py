@@ -35,6 +35,7 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.epochs import BEAT, Epochs
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc._workers.lost import Gone
@@ -344,6 +345,7 @@ class _Groups:
         self.groups: dict[str, Group] = {}
         self.ended: set[tuple[str, int]] = set()
         self._making = threading.Lock()
+        self._pause = threading.Event()
         self._lifelines = Lifelines(life.agent)
         self._asking: dict[tuple[str, int], Callable[[], None]] = {}
         self._numbers: dict[str, int] = {}
@@ -352,12 +354,12 @@ class _Groups:
         self._doubtful: set[tuple[str, int]] = set()
         # Workers whose names others have taken. If one was lost before, nothing else reports its end.
         self._replaced: set[tuple[str, int]] = getattr(getattr(life.agent, "group", None), "replaced", set())
-        self._calls: queue.SimpleQueue[tuple[Group, object, Epoch] | None] = queue.SimpleQueue()
+        self._calls: queue.Queue[tuple[Group, object, Epoch] | None] = queue.Queue()
         life.watch(self._on_gone)
         if life.tells_ends and not life.is_static:
             life.before_leaving(self._leave)
-        threading.Thread(target=self._drive, name="torch_ucx_rpc-members", daemon=True).start()
-        threading.Thread(target=self._tell, name="torch_ucx_rpc-epochs", daemon=True).start()
+        Thread(self._drive, name="torch_ucx_rpc-members").start()
+        Thread(self._tell, name="torch_ucx_rpc-epochs").start()
 
     def get(self, name: str, limit: float) -> Group:
         if (known := self.groups.get(name)) is not None:
@@ -446,7 +448,7 @@ class _Groups:
     def _drive(self) -> None:
         while True:
             limits = [one.limit for one in list(self.groups.values())]
-            time.sleep(min(limits, default=LIMIT_S) * BEAT / 2)
+            self._pause.wait(min(limits, default=LIMIT_S) * BEAT / 2)
             if not self.life.lasts():
                 break
             self._lifelines.drain()

@@ -7,13 +7,13 @@ import contextlib
 import os
 import queue
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_ucx_rpc._bootstrap.forks import close_in_children
 from torch_ucx_rpc._bootstrap.network import address_towards, meeting_address
+from torch_ucx_rpc._threads import Thread
 
 _BACKLOG = 1024
 # Seconds for a connection to a host that is down or cut off. After that the state is unknown.
@@ -48,9 +48,9 @@ class Lifelines:
         close_in_children(self._listener)
         self.own = Address(self._place, host, self._listener.getsockname()[1])
         self._reached: set[Address] = set()
-        self._asked: queue.SimpleQueue[tuple[Address, Callable[[], None]]] = queue.SimpleQueue()
+        self._asked: queue.Queue[tuple[Address, Callable[[], None]]] = queue.Queue()
         self._open: set[tuple[Address, object]] = set()
-        threading.Thread(target=self._work, name="torch_ucx_rpc-lifelines", daemon=True).start()
+        Thread(self._work, name="torch_ucx_rpc-lifelines").start()
 
     def meet(self, address: Address) -> None:
         """Find out once whether this port can be reached from here."""

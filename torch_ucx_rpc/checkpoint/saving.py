@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_ucx_rpc._arguments import check_flag, check_type
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc.checkpoint import storage
 from torch_ucx_rpc.checkpoint.parts import (
     CheckpointError,
@@ -148,7 +149,7 @@ def save(
 
     arguments = (future, place, finish)
     if asynchronous:
-        threading.Thread(target=_finish_into, args=arguments, name=f"checkpoint {session}", daemon=True).start()
+        Thread(_finish_into, arguments, name=f"checkpoint {session}").start()
         return future
     _finish_into(*arguments)
     future.result()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.rpc as rpc
 
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc._workers.lost import Gone, ended
 from torch_ucx_rpc.errors import EpochEnded
@@ -67,7 +68,7 @@ class Host:
 
     def start(self) -> None:
         """Start the thread. Raises the stages' error if they cannot be made."""
-        threading.Thread(target=self._work, name=f"pipeline {self._config.host}", daemon=True).start()
+        Thread(self._work, name=f"pipeline {self._config.host}").start()
         self._made.result()
 
     # ------------------------------------------------------------------------------------------- for other threads

@@ -3,8 +3,6 @@
 # No `from __future__ import annotations` here: DistributedDataParallel checks a hook's annotations, which must not be
 # strings.
 
-import threading
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from torch_ucx_rpc._arguments import check_type
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc.reduction._copy import ModelCopy
 from torch_ucx_rpc.reduction._server import Server
@@ -37,7 +36,7 @@ class State:
         if bucket.is_last():
             open_, self._open = self._open, []
             # DDP waits for all buckets on this thread, at the end of the backward. So another thread finishes the step.
-            threading.Thread(target=self._finish, args=(open_,), name="torch_ucx_rpc-step", daemon=True).start()
+            Thread(self._finish, (open_,), name="torch_ucx_rpc-step").start()
         return future
 
     def _finish(self, open_: list[Future[Tensor]]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc._workers.members import Epoch, Group
@@ -168,9 +169,7 @@ class Host:
             shard.tell()
         if channel is not None and opening.contributors:
             for number in [number for number, name in enumerate(opening.hosts) if name == self._office.name]:
-                threading.Thread(
-                    target=self._work, args=(opening, channel, number), name="torch_ucx_rpc-sums", daemon=True
-                ).start()
+                Thread(self._work, (opening, channel, number), name="torch_ucx_rpc-sums").start()
 
     def fill(self, key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
         """Take the parameters of a trainer, unless the host has some."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any, overload
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from torch_ucx_rpc._arguments import check_type, got, wrong_type
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc.reduction._plan import spread
 from torch_ucx_rpc.reduction._server import Server
@@ -75,9 +75,7 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
         )
     steps.put([tensor.detach() for tensor in tensors])
     future: Future[Any] = Future(devices=server.office.life.devices)
-    threading.Thread(
-        target=_finish, args=(server, steps, tensors, is_one, future), name="torch_ucx_rpc-step", daemon=True
-    ).start()
+    Thread(_finish, (server, steps, tensors, is_one, future), name="torch_ucx_rpc-step").start()
     return future
 
 

@@ -30,6 +30,7 @@ from torch_ucx_rpc._arguments import (
     wrong_type,
     wrong_value,
 )
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.reduction._host import Fill
@@ -124,7 +125,7 @@ class Server:
         self.check()
         steps = self.make_by_hand(f"{kind}{next(self._numbers)}", **options)
         # The thread that collects garbage may hold any lock.
-        leave = threading.Thread(target=steps.leave, name="torch_ucx_rpc-leave", daemon=True)
+        leave = Thread(steps.leave, name="torch_ucx_rpc-leave")
         weakref.finalize(user, leave.start).atexit = False
         return steps
 

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._arguments import check_callable, check_count, check_flag, check_str, check_timeout, check_type, got
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc.services._calls import route_to, unknown
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
@@ -261,7 +262,7 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
             except Exception:
                 _logger.exception("a callback of services.watch(%r) has raised", name)
 
-    threading.Thread(target=tell, name="torch_ucx_rpc-watch", daemon=True).start()
+    Thread(tell, name="torch_ucx_rpc-watch").start()
     return is_over.set
 
 

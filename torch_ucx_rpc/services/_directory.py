@@ -15,6 +15,7 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, _is_current_rpc_agent_set, get_rpc_timeout
 from torch.futures import Future
 
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc._workers.lost import Gone, timed_out, was_lost, was_raised_there
@@ -194,7 +195,7 @@ class Directory:
             self._is_settled = False
             if not self._is_settling:
                 self._is_settling = True
-                threading.Thread(target=self._keep_telling, name="torch_ucx_rpc-services", daemon=True).start()
+                Thread(self._keep_telling, name="torch_ucx_rpc-services").start()
 
     def _keep_telling(self) -> None:
         while True:

@@ -144,6 +144,7 @@ class Worker:
         os.environ.update(self.env)
 
         torch.set_num_threads(1)
+        torch.manual_seed(rank)  # torch begins with a random seed, and a test must not depend on it
         # A leaked RRef then fails the shutdown, as in PyTorch's own tests.
         rpc.api._ignore_rref_leak = False
         _explain_failed_assertions()

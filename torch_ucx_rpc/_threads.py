@@ -1,0 +1,46 @@
+"""Threads of this package that use torch, and their end before that of the interpreter.
+
+While the interpreter ends, it unwinds each other thread that comes back from C++. The unwinding aborts the process
+where it reaches a C++ destructor ("terminate called without an active exception"), as in most functions of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# Where threads wait in C for long. Nothing but C and Python is on their stacks then.
+_WAITS = (threading.__file__, socket.__file__)
+
+_started: weakref.WeakSet[Thread] = weakref.WeakSet()
+
+
+class Thread(threading.Thread):
+    """A daemon thread that `interrupt_all` interrupts. It must wait for long only in ``threading`` and ``socket``."""
+
+    def __init__(self, target: Callable[..., object], args: tuple[Any, ...] = (), *, name: str) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+
+    def start(self) -> None:
+        _started.add(self)
+        super().start()
+
+
+def interrupt_all(until: float) -> None:
+    """Raise SystemExit in all threads, and wait until they have left C++, at most until ``until`` (monotonic)."""
+    running = [thread for thread in _started if thread.is_alive() and thread is not threading.current_thread()]
+    for thread in running:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    while any(map(_may_be_in_torch, running)) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def _may_be_in_torch(thread: Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return thread.is_alive() and frame is not None and frame.f_code.co_filename not in _WAITS
