@@ -37,7 +37,7 @@ from ._judgement import Finding
 from ._proxy import Proxy
 from ._report import table
 from ._run import Kind, run_and_report
-from ._worker import Life, live
+from ._worker import OPTIONS, Life, live
 
 # The default limits survive cuts of these lengths (docs/failure_model.md). From `_LONG_S` on, others suspect the host.
 _SHORTEST_S, _LONG_S, _LONGEST_S = 1.0, 10.0, 40.0
@@ -225,7 +225,9 @@ def main() -> int:
     group = arguments.group or random.Random(arguments.seed).choice(("fixed", "dynamic"))
     print(f"soak.resuming: {arguments.minutes:g} minutes, seed {arguments.seed}, a {group} group", flush=True)
     limit = torch_ucx_rpc.UcxRpcBackendOptions().heartbeat_limit
-    kind = Kind(Cuts, {}, limit, group == "fixed", live_on, _LONGER_S, judge_waits)
+    # The limits are those that users have. A small pool is full before the growth of memory is measured.
+    options = {"host_pool_bytes": OPTIONS["host_pool_bytes"]}
+    kind = Kind(Cuts, options, limit, group == "fixed", live_on, _LONGER_S, judge_waits)
     return run_and_report(kind, arguments.minutes, arguments.seed, arguments.report)
 
 
