@@ -51,8 +51,8 @@ def load(
 ) -> None:
     """Read the checkpoint of `save` at ``path`` into ``state``. The number of workers and of stages may differ.
 
-    `load` compares names, shapes and numbers of parameter groups on all workers before it changes any. It waits for an
-    unfinished save into the folder.
+    `load` compares names, shapes and numbers of parameter groups on all workers before it changes anything. It waits
+    for an unfinished save into the folder.
 
     Args:
         state (Mapping): as in `save`.

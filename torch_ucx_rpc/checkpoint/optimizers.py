@@ -23,7 +23,7 @@ def room_in(optimizer: torch.optim.Optimizer, saved: Mapping[Path, Any]) -> dict
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give a torch optimizer the state that was read into that room."""
+    """Give a torch optimizer the state that was read into the result of `room_in`."""
     # DCP turns all keys into strings, even the numbers of parameters.
     keys = {str(key): key for group in state["param_groups"] for key in group["params"]}
     states = {keys.get(key, key): value for key, value in state.get("state", {}).items()}

@@ -184,8 +184,10 @@ def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple
 
 
 def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Run a function on a worker, and return its exception: RPC would also write a raised exception to the worker's
-    stderr."""
+    """Run a function on a worker. Returns whether it succeeded, and its result or the text of its exception.
+
+    RPC would also write a raised exception to the worker's stderr.
+    """
     try:
         return True, function(*args)
     except Exception as error:

@@ -41,8 +41,8 @@ __all__ = ["SaveFuture", "async_save", "save"]
 
 
 class SaveFuture(concurrent.futures.Future[None]):
-    """A save that is being written. ``result()`` and ``wait()``, torch's name for it, raise CheckpointError if it
-    failed."""
+    """A save that is being written. ``result()`` raises CheckpointError if the save failed; ``wait()`` is torch's name
+    for ``result()``."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is written, for ``timeout`` seconds (default: None, no limit)."""
@@ -87,9 +87,8 @@ def save(
         asynchronous (bool): return as soon as each worker has copied its part, and write in the background (default:
             False). Saves into one folder take turns, those of one process in the order of their calls.
         storage_writer (StorageWriter): DCP's, such as ``FsspecWriter("s3://...")`` (default: None, files in a folder).
-            Each worker gets a pickled copy. Its own rules decide what a save does to an earlier checkpoint; saves do
-            not take turns.
-            ``path``, if given, resets it.
+            Each worker gets a pickled copy. ``path``, if given, resets it. The writer's own rules decide what a save
+            does to an earlier checkpoint. Saves do not take turns.
         planner (SavePlanner): DCP's (default: a ``DefaultSavePlanner``). Each worker gets a pickled copy.
         timeout (float): seconds that a worker may take to plan its part, and again to write it (default: None, no
             limit). A worker that answers no question for ``rpc_timeout`` has failed in any case.

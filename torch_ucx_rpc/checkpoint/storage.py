@@ -89,9 +89,9 @@ class Writer(FileSystemWriter):
 def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
     """Wait until no other process saves into the folder, or loads from it if this process saves.
 
-    The turn also ends when its process has ended, in any way, together with the children that it forked during the
-    turn. Over NFS only the processes of one host take turns, since NFS's client asks no server for the lock of a
-    folder. On a file system without locks no process waits.
+    The turn also ends once the process has ended, and so have the children that it forked during the turn. Over NFS
+    only the processes of one host take turns, since NFS's client asks no server for the lock of a folder. On a file
+    system without locks no process waits.
 
     Raises OSError if another turn takes too long: its process may be stopped, or wait for this one.
     """

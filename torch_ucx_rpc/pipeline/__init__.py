@@ -40,7 +40,7 @@ On the driver:
 * ``_divide``     the division of layers into stages
 * ``_crew``       the workers: epochs, orders to all of them, and their outcomes
 * ``_remote``     the model on its workers: made there, and made again elsewhere
-* ``_recovery``   orders, given again after losses: spares, and the journal since the last checkpoint
+* ``_recovery``   orders, given again after the loss of a worker: spares, and the journal since the last checkpoint
 * ``_batches``    a batch through the stages
 * ``_function``   ``pipe(x)`` in autograd
 * ``_scaler``     `GradScaler`

@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def sum_by_tensor(tensors: Tensors, gradients: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[Any]]:
-    """List each tensor once, with the sum of its gradients in this order. This leaves out tensors without a
+    """List each tensor once, with the sum of its gradients in the given order. This leaves out tensors without a
     gradient."""
     found: dict[int, int] = {}
     roots: list[torch.Tensor] = []
@@ -49,7 +49,7 @@ class HalfDone(NamedTuple):
     roots: list[torch.Tensor]
     gradients: list[Any]
     parts: list[tuple[list[GradientEdge], list[torch.Tensor], set[Any]]]
-    """Edges, the gradients that arrive there, and the nodes of the weights that follow from these."""
+    """Edges, the gradients that arrive there, and the nodes of the weights whose gradients follow from these."""
 
 
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:

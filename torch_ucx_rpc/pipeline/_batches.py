@@ -30,7 +30,10 @@ class Done(NamedTuple):
 
 
 class Batches:
-    """Runs batches on a model, and again after a loss that a spare makes up for. It belongs to the driver's thread."""
+    """Runs batches on a model, and runs a batch again if a spare replaces a lost worker.
+
+    It belongs to the driver's thread.
+    """
 
     def __init__(self, recovery: Recovery, chunks: int) -> None:
         self.model = recovery.model
@@ -95,7 +98,7 @@ class Batches:
         """Run the backward of a call, with the gradients of its outputs by micro-batch. Returns the gradients of its
         inputs, by stage.
 
-        No spare can make up for a loss during the backward: the lost worker had a part of the graph.
+        If a worker is lost during the backward, no spare can repeat it: the lost worker had a part of the graph.
         """
         if crew != self.model.crews:
             raise PipelineError(

@@ -105,7 +105,7 @@ def restored(module: nn.Module) -> Iterator[None]:
 class Traced(nn.Module):
     """A stage of a traced model: its tensors by their names in the model, and its code for training and evaluation.
 
-    Only the code is pickled, as a GraphModule does. A traced graph cannot switch by ``eval()`` itself.
+    Like a GraphModule, it pickles graphs as code. A traced graph cannot switch by ``eval()`` itself.
     """
 
     def __init__(self, trains: fx.GraphModule, evaluates: fx.GraphModule) -> None:

@@ -187,7 +187,7 @@ class Crew:
 
     def do(self, name: str, *arguments: Any) -> list[Any]:
         """Give an order to all workers, wait until they have carried it out, and return their results. Raises
-        StageError, StageLostError or PipelineError, also for earlier orders without waiting."""
+        StageError, StageLostError or PipelineError, also for earlier orders of `send`."""
         return self.each(name, [arguments] * len(self.places))
 
     def each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -204,7 +204,8 @@ class Crew:
         raise self._error_of(epoch)
 
     def _send(self, name: str, arguments: Sequence[tuple[Any, ...]], *, is_answered: bool) -> str:
-        """Return the tag of the results. Raises pickle's errors, before it sends anything."""
+        """Send a message to all workers, and return the tag of their results. Raises pickle's errors before it sends
+        anything."""
         self.check()
         forgotten, self._forgotten = self._forgotten, []
         if forgotten:

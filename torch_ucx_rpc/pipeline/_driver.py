@@ -393,7 +393,7 @@ class DistributedPipeline:
 
 
 def _one_of(**names: Any) -> tuple[str, Any]:
-    """Return name and value of the given argument, of two names of the same argument."""
+    """``names`` are two names of one argument. Return the name that was given, and the value."""
     given = [(name, value) for name, value in names.items() if value is not None]
     if len(given) > 1:
         (ours, value), (torchs, other) = given

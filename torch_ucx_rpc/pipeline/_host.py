@@ -153,7 +153,7 @@ class Host:
             is_answered, orders = decode(message)
         except Exception as error:
             raise RuntimeError(
-                "it could not unpickle the order. Objects for a worker must be of modules that it can import: "
+                "it could not unpickle the order. Objects for a worker must come from modules that it can import: "
                 f"{type(error).__name__}: {error}"
             ) from None
         result: Any = None
@@ -216,7 +216,7 @@ def collect(host: str, what: tuple[Any, ...]) -> Any:
     """Return a part of a host's state. This function and the next two serve checkpoints."""
     state = part_of(_hosts[host].stages, *what).collect()
     if what == ("gradients",):
-        # DCP has no sparse tensors. DCP pickles them in a tuple, and a pickle should not need a device.
+        # DCP cannot write a sparse tensor, but pickles a tuple with one. A pickle should not need a device.
         return {name: one if one.layout == torch.strided else (one.cpu(),) for name, one in state.items()}
     return state
 
@@ -260,7 +260,7 @@ def cut(host: str, cut: Cut) -> None:
 
 
 def progress(host: str, cut: Cut | None) -> str:
-    """Return the state of a host; "closed" if the pipeline has no host here. The host gets a ``cut`` that is given."""
+    """Return the state of a host; "closed" if the pipeline has no host here. If ``cut`` is given, the host gets it."""
     if (found := _hosts.get(host)) is None:
         return "closed"
     if cut is not None:

@@ -2,8 +2,8 @@
 orders.
 
 With spares the driver keeps a journal of its orders since the last save, batches included. After the load the driver
-repeats the journal. So a loop that only sees ``step`` and ``optimizer.step`` notices only a delay: all losses are those
-of an undisturbed run.
+repeats the journal. So a training loop of ``step`` and ``optimizer.step`` notices only a delay: it gets the same losses
+as in an undisturbed run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class _Checkpoint:
 
 
 class Recovery:
-    """Gives orders, and repeats them after losses. It has the spares, the last checkpoint, and the journal since then.
+    """Gives orders, and repeats them once a spare has replaced a lost worker.
+
+    It has the spares, the last checkpoint, and the journal since then.
 
     It belongs to the driver's thread.
     """
@@ -61,8 +63,8 @@ class Recovery:
     # ------------------------------------------------------------------------------------------------------- orders
 
     def do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Give an order by a method of the crew, again after each loss that a spare makes up for. Write it into the
-        journal."""
+        """Give an order by a method of the crew, and write it into the journal. Each time that a spare replaces a lost
+        worker, give the order again."""
         result = self.ask(method, *args, **kwargs)
         self.record(method, *args, **kwargs)
         return result

@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Describe an exception in an order."""
+    """Describe an exception that an order has raised."""
     if isinstance(error, LostPeerError):
         return Failure(str(error), is_lost=True)
     action = None

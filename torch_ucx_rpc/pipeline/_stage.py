@@ -31,7 +31,7 @@ class Request(NamedTuple):
     kind: str
     """"step", "forward" or "backward": see `Schedules.rows`."""
     call: int
-    """The number under which the graphs of forward are kept."""
+    """The number under which the stages keep the graphs of a forward."""
     micro_batches: int
     inputs: Mapping[int, list[Packet]] = {}
     """Values of the batch, by stage, for each micro-batch."""
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     shows_output: bool = False
     """Whether the driver wants the output, though its backward runs without the driver."""
     is_apart: bool = False
-    """Whether this call's gradients wait for a factor beside those of earlier calls."""
+    """Whether this call's gradients stay apart from those of earlier calls until the call's factor is known."""
 
     @property
     def adds_gradients(self) -> bool:

@@ -18,7 +18,7 @@ from torch_ucx_rpc._arguments import check_count, check_type
 from torch_ucx_rpc.reduction._copy import ModelCopy
 from torch_ucx_rpc.reduction._server import Server
 
-# torch's constant for "none".
+# torch's id of the running backward, while none is running.
 _NO_BACKWARD = -1
 
 
@@ -53,7 +53,7 @@ class DataParallel(nn.Module):
     """A copy of a model that stays equal to the copies of other trainers. Trainers may come and go, and may be killed.
 
     Each trainer wraps its model and goes on as with one process. Within ``backward()`` the server averages the
-    gradients of all trainers, bucket by bucket, while the backward computes the rest. When it returns,
+    gradients of all trainers, bucket by bucket, while the backward computes the rest. After ``backward()``,
     ``parameter.grad`` has the mean.
 
     The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets the
@@ -148,7 +148,7 @@ class DataParallel(nn.Module):
         assert gradient is not None
         if gradient.is_sparse:
             raise ValueError(
-                "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True): use dense ones"
+                "DataParallel cannot average sparse gradients, such as nn.Embedding(sparse=True) makes: use dense ones"
             )
         bucket.fill(index, gradient)
         # All trainers put the buckets in this order.

@@ -15,7 +15,8 @@ from torch_ucx_rpc._workers.members import Epoch
 from torch_ucx_rpc.reduction._ledger import Ledger
 from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, Report, Spec, hosts_of, server_of
 
-# DistributedDataParallel makes its buckets in a collective of the second step: no trainer may be late before that.
+# DistributedDataParallel makes its buckets in a collective of the second step, so no trainer may be late in the first
+# two steps.
 _WHOLE = 2
 
 
@@ -31,7 +32,7 @@ class Decider:
         workers: Callable[[], set[str]] | None,
         elsewhere: Callable[[str], bool] | None = None,
     ) -> None:
-        """``workers`` and ``elsewhere`` are as in `Ledger`, the latter for a model's key."""
+        """``workers`` and ``elsewhere`` are as in `Ledger`, but ``elsewhere`` takes the key of a model."""
         self.epoch = epoch
         self._workers, self._elsewhere = workers, elsewhere
         self.ranks = {one.name: one.rank for one in epoch.members}
@@ -61,7 +62,7 @@ class Decider:
             self._ledger(key, next(iter(reports.values()))).resume(reports, self._kept(key).values())
 
     def _kept(self, key: str) -> dict[str, Kept]:
-        """Return the parameters of a model that hosts keep."""
+        """Return the steps of a model's parameters, by the hosts that keep them."""
         return {name: its.kept[key] for name, its in self._known.items() if key in its.kept}
 
     def _hosts(self, key: str, spec: Spec, step: int) -> tuple[str, ...]:

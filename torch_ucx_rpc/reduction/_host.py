@@ -161,7 +161,7 @@ class Host:
         for shard in mine:
             with shard.lock:
                 epoch = self._office.epoch
-                # In a later epoch this host has reported another step.
+                # In a later epoch this host has already reported its step, so the step must stay.
                 if epoch is None or epoch.number != opening.epoch:
                     return
                 if shard.step + 1 == opening.step and NEVER != shard.prepared == opening.committed:
@@ -209,8 +209,8 @@ class Host:
             except Exception as error:
                 raise RuntimeError(
                     f"worker {self._office.name!r} cannot restore {key!r} from the checkpoint {path}: "
-                    f"{type(error).__name__}: {error}. It is damaged, or of another optimizer: put a whole one in its "
-                    f"place, or give another folder as checkpoint"
+                    f"{type(error).__name__}: {error}. It is damaged, or belongs to another optimizer: replace it "
+                    f"with an intact checkpoint, or give another folder as checkpoint"
                 ) from error
         return known
 

@@ -109,7 +109,7 @@ class Ledger:
         self._opening: Opening | None = None
         # Trainers that report these two have the state of the model.
         self._step, self._committed = 0, NEVER
-        # The trainer whose own state becomes the state of the model, until it reports that.
+        # The trainer whose own state becomes the state of the model; None again once the step is closed.
         self._first: str | None = None
         self._reports: dict[str, Report] = {}
 

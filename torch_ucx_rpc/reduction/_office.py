@@ -90,12 +90,13 @@ class Office:
         self._decider: Decider | None = None
         # Messages for an epoch that this worker has not entered, or does not decide yet.
         self._early: list[tuple[int, bool, Callable[[], None]]] = []
-        # When this worker comes back to the group. It waits longer each time, until it has been a member for _MOST_S.
+        # Seconds until this worker rejoins the group. They double with each return, and start again once it has been a
+        # member for _MOST_S.
         self._coming_back_s = _COMING_BACK_S
         self._came_at = 0.0
         self._looks_again = False
         self._called_back = 0.0
-        # Questions of the decider to workers outside the epoch whether they have a model, by key and name.
+        # The decider asks workers outside the epoch whether they have a model. Questions by model's key and worker.
         self._asked: dict[tuple[str, str], Future[bool]] = {}
         self.group = members.group("reduction")
         self.group.subscribe(self._enter)
@@ -233,7 +234,7 @@ class Office:
     # -- the beginning of an epoch
 
     def tell_all(self, number: int) -> Future[Knowledge]:
-        """Return this worker's knowledge, once it is in an epoch. From then on it drops messages of earlier epochs."""
+        """Return this worker's knowledge once it is in this epoch. From then on it drops messages of earlier epochs."""
         future: Future[Knowledge] = Future()
 
         def tell() -> None:
@@ -395,19 +396,19 @@ class Office:
                     self._drop(key, Channel(channel_of(key), epoch=known.generation))
 
     def refuse(self, opening: Opening, name: str, reason: str) -> None:
-        """Report that a step cannot be done: the gradients of one trainer do not fit, or this host cannot sum any
-        ("")."""
+        """Report that a step cannot be done. Either the gradients of the trainer ``name`` do not fit, or this host
+        cannot sum any (``name`` is "")."""
         with self.changed:
             epoch = self.epoch
         if epoch is not None and epoch.number == opening.epoch:
             self._ask(epoch, "refuse", (opening.key, opening.generation, name, reason))
 
     def are_lost(self, spec: Spec) -> bool:
-        """Tell whether all hosts of a server have ended for good. A silent one comes back when it is heard again."""
+        """Tell whether all hosts of a server have ended for good. A silent host may come back."""
         return self.life.is_static and not self.group.not_ended() & {*spec.hosts}
 
     def call_back(self, spec: Spec) -> None:
-        """Now and then bring in hosts that were started again, in a group that workers may join."""
+        """In a group that workers may join, ask restarted hosts to join, at most every ``_CALLING_BACK_S``."""
         with self.changed:
             now, epoch = time.monotonic(), self.epoch
             if self.life.is_static or epoch is None or now < self._called_back + _CALLING_BACK_S:

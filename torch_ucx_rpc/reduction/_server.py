@@ -331,7 +331,10 @@ def _check_hosts(hosts: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _absent(names: tuple[str, ...], life: Life) -> str | None:
-    """Return a refusal if no living worker has one of these names. If others know the server, that host has died."""
+    """Return a refusal if one of these names belongs to no living worker.
+
+    The refusal does not apply if others know the server: that host has died.
+    """
     workers = [info.name for info in life.living()]
     for name in names:
         if name not in workers:
@@ -353,7 +356,7 @@ def _check_options(checkpoint: Any, checkpoint_every: Any, name: Any) -> None:
 
 def _list_of(parameters: Any) -> list[Any]:
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        raise wrong_type("parameters", "several tensors, as model.parameters()", parameters)
+        raise wrong_type("parameters", "several tensors, such as model.parameters()", parameters)
     return list(parameters)
 
 
@@ -407,7 +410,7 @@ def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) ->
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"a server cannot update by {type(made).__name__}: its step() takes a closure that computes the loss "
-            f"again, and the server has gradients alone. Optimizers whose step() needs nothing can be used, such as "
+            f"again, and the server has only gradients. Use an optimizer whose step() needs no closure, such as "
             f"torch.optim.SGD or Adam"
         )
 

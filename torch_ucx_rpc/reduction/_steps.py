@@ -151,7 +151,7 @@ class Steps:
         """Join, either with the first trainers or with the state of another trainer.
 
         ``are_equal`` means that the first trainers have equal parameters, and that a later trainer cannot begin without
-        state.
+        another trainer's state.
         """
         self._are_equal = are_equal
         try:
@@ -333,7 +333,7 @@ class Steps:
         self._drop_results()
 
     def _drop_results(self) -> None:
-        # Late means may still be written into the old memory. A prepared step has all its means, and may be closed yet.
+        # Late means may still be written into the old memory. A prepared step has all its means, and can still close.
         if self.standing.prepared == NEVER:
             self._results = []
 

@@ -17,7 +17,7 @@ work on any backend of ``torch.distributed.rpc``; docs/services.md describes the
 How the package is laid out:
 
 * ``_table``      the names on one worker, without a network
-* ``_directory``  the decider's table, with workers that hang, die and come
+* ``_directory``  the decider's table and its copies, while workers join, hang and die
 * ``_served``     this worker's services: the callee's side
 * ``_calls``      `call` and `call_async`: the caller's side
 * ``_api``        all other public functions

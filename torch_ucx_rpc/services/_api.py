@@ -26,7 +26,7 @@ from torch_ucx_rpc.services._table import Offer, Service, names_of, owners_of, s
 
 _logger = logging.getLogger(__name__)
 
-# Seconds between two checks of a watch whether RPC has been shut down.
+# Seconds between a watch's checks for the shutdown of RPC.
 _GLANCE_S = 1.0
 
 
@@ -48,7 +48,7 @@ def role_of(worker: str) -> str:
 
 
 def register(name: str, function: Callable[..., Any], *, idempotent: bool = False) -> None:
-    """Let any worker call ``function`` by this name, on this worker.
+    """Offer ``function`` under this name: any worker can call it, and it runs on this worker.
 
     Several workers may register the same name: they are replicas, and a call goes to one of them. When this returns,
     every worker can call the name.
@@ -58,12 +58,13 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
         function (callable): a function, a bound method, or a module. It stays on this worker, so it need not be
             picklable. If ``rpc.functions.async_execution`` decorates it, it returns a future, whose result is the
             answer.
-        idempotent (bool): executing a call twice does no harm (default: False). Callers then repeat the calls of a lost
-            replica with another replica.
+        idempotent (bool): executing a call twice does no harm (default: False). If a replica is lost, its callers then
+            repeat their calls with another replica.
 
-    Raises `NameTaken`, which names the owner, if the name is a value, has another ``idempotent``, or is registered by
-    this worker already. Raises TypeError if ``function`` cannot be called, and RuntimeError if no worker decides on
-    names for ``rpc_timeout``. After an error the name is not registered on any worker.
+    Raises `NameTaken`, which names the owner, if another worker offers the name as a value, or with another
+    ``idempotent``, or if only one of the two functions is decorated with ``async_execution``. Raises `NameTaken` also
+    if this worker offers the name already. Raises TypeError if ``function`` cannot be called, and RuntimeError if no
+    worker decides on names for ``rpc_timeout``. An error leaves all workers' offers as they were.
 
     Example::
 
@@ -134,7 +135,7 @@ def _keep_only_offered(known: Directory, changed: Mapping[str, Served]) -> None:
 
 
 def unregister(name: str) -> None:
-    """Stop offering a name on this worker; replicas on others stay. Running calls go on.
+    """Stop offering a name on this worker; replicas on other workers stay. Running calls go on.
 
     Raises `UnknownName` if this worker does not offer it.
     """
@@ -155,7 +156,7 @@ def unregister(name: str) -> None:
 
 
 def get(name: str) -> Any:
-    """Return a reference (``rpc.RRef``) to the value that `pair` has named, on any worker.
+    """Return a reference (``rpc.RRef``) to a value that some worker offers with `pair`.
 
     Raises `UnknownName` if no worker offers it, TypeError if it is a service.
 
@@ -224,7 +225,7 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
             if limit and left <= 0:
                 offering = ", ".join(map(repr, service.workers)) or "none"
                 raise TimeoutError(
-                    f"{name!r} was to be offered by {replicas} workers within {limit:g} s; offered now by: {offering}"
+                    f"fewer than {replicas} workers offer {name!r} after {limit:g} s; it is offered by: {offering}"
                 )
             known.changed.wait(left if limit else None)
         return service
@@ -235,7 +236,7 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
 
     The first call has the present state, even if no worker offers the name. Calls come one after the other, on a thread
     of their own; their exceptions are logged. If the state changes during a call, the next call has the last state.
-    Returns a function that ends the watch, as the shutdown of RPC does.
+    Returns a function that ends the watch. The shutdown of RPC also ends it.
 
     Example::
 

@@ -150,8 +150,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Future[Any]:
     """Do `call` without waiting. Returns a future of the result.
 
-    Raises `UnknownName` at once; the future raises all other errors. With one replica and a call that would not be
-    repeated, the result is the future of ``rpc_async`` with its errors: RuntimeErrors that name the worker.
+    Raises `UnknownName` at once; the future raises all other errors. If the service has one replica and is not
+    idempotent, this returns the future of ``rpc_async`` with its errors: RuntimeErrors that name the worker.
     """
     if timeout is not UNSET_RPC_TIMEOUT:
         check_timeout(timeout)
@@ -162,7 +162,7 @@ def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **k
 
 
 class _Pending:
-    """A call with a future that outlives its replicas."""
+    """A call that can move to another replica, and keeps its future."""
 
     def __init__(self, route: Route, request: tuple[Any, ...]) -> None:
         self._route = route

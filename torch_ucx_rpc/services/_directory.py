@@ -138,7 +138,7 @@ class Directory:
         self.changed.notify_all()
 
     def _is_member(self, one: Owner) -> bool:
-        # On other backends a worker has one life.
+        # On backends that do not report ends, each worker has one life.
         return self._lives.get(one.worker) == (one.life if self.life.tells_ends else 0)
 
     def _on_gone(self, gone: Gone) -> None:
@@ -266,7 +266,7 @@ class Directory:
                 self._send(one)
 
     def _send(self, one: Member) -> None:
-        """Send a member the changes that it lacks. Changes until the member's answer go together afterwards."""
+        """Send a member the changes that it lacks. Later changes wait for its answer, and then go in one message."""
         heard = self._heard.get(one, (0, 0))
         if one.name == self.info.name or one in self._sending or heard >= self._at:
             return
