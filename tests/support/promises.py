@@ -31,7 +31,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_a_flood_is_answered_exactly_in_bounded_memory",
             "test_calls_that_time_out_leave_nothing_behind",
         ),
-        "The others notice a killed worker": ("test_calls_to_a_killed_process_fail_within_a_second",),
+        "The other workers notice a killed worker": ("test_calls_to_a_killed_process_fail_within_a_second",),
         "They go on serving": ("test_survivors_serve_in_shutdown_until_all_living_have_come",),
         "A cut of the network": ("test_a_cut_longer_than_heartbeat_limit_loses_no_call",),
         "Calls may be nested deeper": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
@@ -139,7 +139,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "TimeInWhichThisProcessDidNotRunDoesNotCount",
         ),
         # RRefs
-        "A worker survives the owner of an RRef": ("test_worker_survives_deaths_of_owners_of_unfinished_rrefs",),
+        "A worker survives the death of the owner": ("test_worker_survives_deaths_of_owners_of_unfinished_rrefs",),
         "Using that RRef raises an error": ("test_worker_survives_deaths_of_owners_of_unfinished_rrefs",),
         "An RRef whose `rpc.remote` timed out raises `RRefLost`": (
             "test_each_rref_whose_creation_timed_out_says_so",
