@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import harness, jobs, kept
 
-# In the order of the report: the file, and its name for the benchmark.
+# The file of each benchmark and its variable there, in the order of the report.
 BENCHMARKS = {
     "small_calls": "small_calls:BENCHMARK",
     "large_tensors": "large_tensors:BENCHMARK",

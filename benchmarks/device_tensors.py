@@ -15,7 +15,8 @@ from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import echo, ucx_perftest
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# The limit of a round, and of the start. On a lent machine, a contender that hangs must leave time for the others.
+# The limit of a round, and of the start. Where the machine's time is short, a hanging contender must leave time for the
+# others.
 LIMIT_S = 40.0
 SIZES = {"4 KiB": (4 * KIB, 500), "1 MiB": (MIB, 200), "64 MiB": (64 * MIB, 20), "1 GiB": (GIB, 5)}
 DEVICE_MAPS = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}

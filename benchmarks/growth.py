@@ -80,8 +80,8 @@ def measure_memory_of_calls(calls: int) -> harness.Figures:
 
 
 class Sweep(jobs.RpcJob):
-    """Measures times in a job that lives through all rounds, and the memory of each work in a job with new
-    processes."""
+    """Measures times in a job that lives through all rounds. Measures memory in new processes, for each amount of
+    work."""
 
     def __init__(
         self,

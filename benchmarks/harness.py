@@ -97,7 +97,7 @@ def p50(durations: Sequence[float]) -> float:
     return statistics.median(durations)
 
 
-# With fewer samples the 99th percentile is the highest.
+# With fewer samples the 99th percentile is the highest sample, or the one below.
 FEWEST_FOR_P99 = 200
 
 

@@ -1,9 +1,10 @@
 """What do many workers on few cores cost?
 
-First, eight workers each call all others at once. Second, the life of a job of 2, 8, 24 and 64 workers, in stages: all
-run and have imported what they need, init_rpc, the first call of all pairs, shutdown. Workers are forked from a process
-that has imported torch, which contains TensorPipe. So only on UCX the first stage includes an import of the backend.
-"UCX, preloaded" is forked from a process that has also imported this package, as a program's own fork server may.
+First, eight workers each call all others at once. Second, the life of a job of 2, 8, 24 and 64 workers, in stages: the
+start of all processes with their imports, init_rpc, the first call of all pairs, shutdown. Workers are forked from a
+process that has imported torch, which contains TensorPipe. So only on UCX the first stage includes an import of the
+backend. The workers of "UCX, preloaded" are forked from a process that has also imported this package, as a program's
+own fork server may.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def work(rank: int, workers: int, url: str, orders: socket.socket) -> None:
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
         orders.sendall(json.dumps({"cpu": cpu_s() - before}).encode() + b"\n")
         orders.recv(1)
-        # The import is a separate step, since it takes a worker longer than init_rpc.
+        # Reading the memory is a separate step, since it takes a worker longer than init_rpc.
         orders.sendall(json.dumps({"memory": private_mib()}).encode() + b"\n")
         orders.recv(1)
         rpc.shutdown()

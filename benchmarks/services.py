@@ -4,8 +4,8 @@ Calls: one job calls a service by its name, and the same function by ``rpc_sync`
 each round counts. The same is done with three replicas, and with asynchronous calls by name.
 
 The death of a replica: of 1,000 idempotent calls to three replicas, how many fail if one replica is killed after the
-first few? How long after the kill does the caller's table lose the replica's names? The kernel needs most of that time
-to end the process. A poll of the process's descriptor shows when it has.
+first 250? How long after the kill does the caller's table lose the replica's names? The kernel needs most of that time
+to end the process. A poll of the process's descriptor shows when the process has ended.
 
 Joining: 63 workers are members of a group without a size, and offer 100 names each, or none. Another worker joins,
 makes one call, by name or by ``rpc_sync``, and leaves. How long does joining take, without and with that call?

@@ -7,8 +7,8 @@
 
 The simulated workers run the product's own code: ``gather_members`` in a greenlet each, with a clock that jumps from
 one event to the next, and the C++ barrier (simulated_barrier.cpp). The rest is simulated: one Store (``SERVE_S`` for a
-request), relays, and a network with a delay of 50 us and 10 Gbit/s at each host. The work of rank 0 and of each worker
-with the records is measured here, and included.
+request), relays, and a network with a delay of 50 us and 10 Gbit/s at each host. The program measures the work of rank
+0, and the work of each worker with the records, and adds them.
 
 ``real_start.py --simulated`` compares the simulation with a real job. The simulation needs greenlet (pip install
 greenlet).

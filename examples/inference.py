@@ -1,4 +1,4 @@
-"""Batch inference: clients ask for one input at a time, and the server runs its model on many at once.
+"""Batch inference: clients send one input in each call, and the server runs its model on many inputs at once.
 
     worker1, worker2, ... ---- one input ----> worker0: a batch of all waiting inputs, one forward pass
                           <--- one class ---

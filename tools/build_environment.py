@@ -6,8 +6,8 @@ Every entry to the build uses this file, so all of them give the same answer:
     setup.py      build_directory(), facts()         before CMake starts
     CMake         build_environment.py cmake         versions and paths of torch and UCX, as CMake code
 
-This file reads the numbers (oldest Python, oldest torch) from setup.cfg, as pip does. This file must
-run on any Python 3.8 without packages: it tells the user if their Python is too old.
+This file reads the numbers (oldest Python, oldest torch) from setup.cfg, as pip does. It must run on Python 3.8 without
+packages, since it also tells the user that their Python is too old.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def ucx_of_system() -> tuple[Path, Path] | None:
 def facts(ucx: str) -> dict[str, str]:
     """Return everything that CMake needs to know. Raise Missing for the first thing that is missing.
 
-    `ucx` is the value of TORCH_UCX_RPC_UCX: "wheel", "system", or "" for whichever there is.
+    `ucx` is the value of TORCH_UCX_RPC_UCX: "wheel", "system", or "" for the first UCX that is found.
     """
     check_python()
     check_compiler()

@@ -103,7 +103,7 @@ def lose_between_calls(folder: str) -> None:
     assert len(pipe._recovery._checkpoints[-1].journal) == entries
     with pytest.raises(PipelineError, match=r"a worker was lost, or replaced, since.*call the pipeline again"):
         kept.sum().backward()
-    # A loss in a backward is an error, and the next call uses a spare.
+    # If a worker dies in a backward, that is an error, and the next call uses a spare.
     pipe.save(folder + "-again")
     out = pipe(x)
     kill("worker3")

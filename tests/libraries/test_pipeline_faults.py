@@ -94,7 +94,7 @@ def test_a_tied_weight_delays_no_schedule_with_two_halves() -> None:
 
 
 class BesideTheInput(nn.Module):
-    """Its second output depends only on parameters, and its third output is a parameter."""
+    """A module whose second output depends only on parameters, and whose third output is a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

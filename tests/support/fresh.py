@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support import workers
 
-# `runs` makes a group of one worker, and checks its agent's type. `refused` expects this error of init_rpc.
+# `runs` makes a group of one worker, and checks its agent's type. `refused` expects that init_rpc raises an error.
 PRELUDE = """
 import os, sys, warnings
 # TensorPipe's start-up uses what torch itself calls deprecated.

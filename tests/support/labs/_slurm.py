@@ -56,8 +56,9 @@ _START_S = 60.0
 
 
 class SlurmCluster:
-    """Slurm with the virtual hosts as nodes, each with room for 4 tasks. The controller and the commands run on the
-    hosts' head, with the files of this machine. Until ``close()`` or the end of a ``with``.
+    """Slurm with the virtual hosts as nodes, each with room for 4 tasks, until ``close()`` or the end of a ``with``.
+
+    The controller and the commands run on the hosts' head, with the files of this machine.
     """
 
     def __init__(self, hosts: VirtualHosts) -> None:

@@ -70,8 +70,8 @@ def run_workers(
         timeout: seconds for the whole job; a longer job is taken to hang. The default is shorter than a call's default
             timeout, so that a hanging call fails the test.
 
-    Raises WorkersFailed with each worker's traceback, end and output; when the job hangs, also with the Python stacks
-    of every worker that is left, and with their C++ stacks where gdb is installed. No process outlives this call.
+    Raises WorkersFailed with each worker's traceback, end and output. If the job hangs, the error also has the Python
+    stacks of every worker that is left, and the C++ stacks if gdb is installed. No process outlives this call.
     """
     __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="workers-") as directory, reserved_port() as port:

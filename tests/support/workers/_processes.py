@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from ._eventually import eventually
 
-# Imported once in the fork server, and from then on in every process it forks. torch_ucx_rpc is not among them: loading
-# it loads UCX, which reads its environment once, and each test brings its own. None of these may ask CUDA anything:
-# forked processes could not use CUDA then ("Cannot re-initialize CUDA in forked subprocess").
+# The fork server imports these modules once, and every process that it forks has them. torch_ucx_rpc is not among them:
+# it loads UCX, which reads the environment once, and each test sets other variables. None of these modules may ask CUDA
+# anything: forked processes could not use CUDA then ("Cannot re-initialize CUDA in forked subprocess").
 PRELOADED = (
     "numpy",
     "pytest",
