@@ -43,7 +43,7 @@ class ExitCode(enum.IntEnum):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv``, by default the process's own, names; return its exit code."""
+    """Run the command that ``argv`` names (default: this process's arguments), and return its exit code."""
     arguments = _parser().parse_args(argv)
     command = importlib.import_module(f"torch_ucx_rpc._cli.{arguments.command}")
     try:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = command.main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone (`| head`). Python would fail once more when it flushes at its end.
+        # The reader of stdout has ended (`| head`). Python would fail once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BROKEN
     return code
@@ -102,7 +102,7 @@ def _stdout_of_python_alone() -> Iterator[None]:
     """
     before = sys.stdout
     if before is not sys.__stdout__ or before is None:
-        # Another program captures Python's output, and no file is involved.
+        # The caller, such as a test, captures Python's output in memory: there is no file to redirect.
         yield
         return
     before.flush()
@@ -151,7 +151,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_role,
         metavar="NAME=COUNT",
-        help="a role and how many workers of the whole job have it; repeated, in the order of ranks. A worker finds "
+        help="a role, and its number of workers in the whole job; repeat it in the order of ranks. A worker finds "
         "its role in ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE, and init_rpc() names it NAME0, NAME1, ...",
     )
     workers.add_argument(
@@ -165,15 +165,15 @@ def _run(parser: argparse.ArgumentParser) -> None:
     workers.add_argument(
         "--start",
         choices=("fork", "exec"),
-        help="fork workers from a process that has imported torch, or let each import it; by default fork, if a worker "
-        "cannot notice the fork",
+        help="fork: from a process that has imported torch; exec: each worker imports torch itself (default: fork, "
+        "unless a worker could notice it)",
     )
     workers.add_argument(
         "--preload",
         type=_modules,
         default=[],
         metavar="MODULE,...",
-        help="modules that the process also imports before it forks the workers",
+        help="modules to import before the fork, besides torch",
     )
     workers.add_argument(
         "--replace-tensorpipe",
@@ -215,7 +215,7 @@ def _info(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
-    """Start workers, let each call every other, and show for each pair which way UCX took and how fast its calls are.
+    """Start workers that call each other. Show for each pair UCX's transports, and how fast the calls are.
 
     Without a launcher it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a
     worker, and rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code of
@@ -238,8 +238,8 @@ def _top(parser: argparse.ArgumentParser) -> None:
     """Watch all workers of a running job: calls, bytes, queues, memory and latencies, every second.
 
     This command finds this user's workers on this host without a setting in the job. These workers ask the workers on
-    other hosts. Ctrl-C ends the command. The exit code is 5 if there is no job to watch, or several. The columns (a
-    narrow terminal has some of them):
+    other hosts. Ctrl-C ends the command. The exit code is 5 if there is no job to watch, or several. The columns
+    (a narrow terminal shows only some):
 
         calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      durations of the calls that ended in the last interval
@@ -258,11 +258,11 @@ def _top(parser: argparse.ArgumentParser) -> None:
         "--pid", type=int, help="a worker of the job to watch, if several jobs have workers on this host"
     )
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures (default: 1)"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (default: 1)"
     )
     parser.add_argument("--peers", action="store_true", help="a line for each pair of workers, with its lanes")
     parser.add_argument("--services", action="store_true", help="a line for each name and each worker that offers it")
-    parser.add_argument("--once", action="store_true", help="show one picture of all calls so far, and end")
+    parser.add_argument("--once", action="store_true", help="show the calls so far once, and end")
     parser.add_argument("--json", action="store_true", help="with --once: all statistics as JSON")
 
 

@@ -59,7 +59,7 @@ class CMakeBuild(build_ext):
 
 
 class PinnedEggInfo(egg_info):
-    """Metadata. With TORCH_UCX_RPC_PIN=1, for wheels that others install, the metadata name the torch of the build.
+    """Write the metadata. With TORCH_UCX_RPC_PIN=1, for wheels that others install, it requires the build's torch.
 
     TORCH_UCX_RPC_HOME_PAGE is the address of the repository that makes a release.
     """
@@ -83,7 +83,7 @@ class PinnedEggInfo(egg_info):
 
 
 setup(
-    # An extension without sources makes the wheel one of this platform, and makes setuptools run build_ext.
+    # The extension lists no sources. It makes setuptools run build_ext, and makes the wheel specific to this platform.
     ext_modules=[Extension("torch_ucx_rpc._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "egg_info": PinnedEggInfo},
 )

@@ -44,7 +44,7 @@ _FIELDS = {
 
 
 def _filled(native: _Native, source: object, **others: object) -> _Native:
-    """Set each field of a C++ structure to the value of its name in ``others``, or else in ``source``."""
+    """Set each field of a C++ structure from ``others``, or else from the attribute of ``source`` with its name."""
     for name in _FIELDS[type(native)]:
         setattr(native, name, others[name] if name in others else getattr(source, name))
     return native
@@ -91,7 +91,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         return self._options
 
     def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None:
-        """Make workers known to the agent, itself first.
+        """Make workers known to the agent. This worker itself is in the first call.
 
         Args:
             records: the workers to add.
@@ -145,7 +145,8 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 def destroy_rref_context(ignores_leaks: bool) -> None:
     """Shut the agent down, then call torch's function of this name.
 
-    torch destroys its RRefs without a lock, while running requests and the handling of lost workers use RRefs.
+    torch destroys its RRefs without a lock. Running requests and the handling of lost workers use RRefs, so the
+    shutdown ends them first.
     """
     agent = current
     try:

@@ -52,8 +52,8 @@ class Ucx(NamedTuple):
         return f"UCX {'.'.join(map(str, self.version))} ({self.path})"
 
 
-# Signals that UCX takes when it is loaded, by the variable that asks for it: SIGHUP for debug output, and before UCX
-# 1.20 the signals of crashes for a backtrace.
+# Signals for which UCX sets handlers when it is loaded, by the variable with which a user asks for them: SIGHUP for
+# debug output and, before UCX 1.20, the signals of crashes for a backtrace.
 _TAKEN_SIGNALS = {
     "UCX_DEBUG_SIGNO": [signal.SIGHUP],
     "UCX_HANDLE_ERRORS": [signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE],
@@ -61,17 +61,16 @@ _TAKEN_SIGNALS = {
 # At least the size of any C library's struct sigaction.
 _SIGACTION_BYTES = 256
 
-# UCX overwrites the first bytes of these functions of the C library while it is loaded, to learn of memory that is
-# released. It locks one function after the other, and waits each time for threads in the middle of those bytes. The
-# wait is 50 ms since UCX 1.21, and was 5 ms before (openucx/ucx#11112). That is 0.40 s of the 0.41 s that loading
-# takes.
+# When it is loaded, UCX overwrites the first bytes of these functions of the C library, to learn of released memory. It
+# locks one function after the other, and waits each time for threads in the middle of those bytes. The wait is 50 ms
+# since UCX 1.21, and was 5 ms before (openucx/ucx#11112). That is 0.40 s of the 0.41 s that loading takes.
 _PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", "madvise")
 # UCX overwrites fewer bytes of each function.
 _PATCHED_BYTES = 64
 _PATCHING_WAIT = "UCX_MEM_BISTRO_GRACE_DURATION"
 # The wait if no thread can be in those bytes. Not zero: a thread of a library may have been woken since the check, and
-# passes these bytes within nanoseconds. Not longer: UCX spins for it, eight times, and workers that start together
-# share cores.
+# passes these bytes within nanoseconds. Not longer: UCX spins during each of the eight waits, and workers that start
+# together share cores.
 _SHORT_PATCHING_WAIT = "10us"
 
 
@@ -167,7 +166,7 @@ def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
 def short_patching_wait() -> Iterator[None]:
     """Shorten UCX's wait for threads in the functions that it overwrites.
 
-    The user's own setting stays. UCX takes this setting from the environment only, and reads it while it is loaded.
+    The user's own setting stays. UCX takes this setting from the environment only, and reads it when it is loaded.
     Processes that are started later do not get it.
     """
     if _PATCHING_WAIT in os.environ or not may_be_patched_at_once():

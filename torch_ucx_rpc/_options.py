@@ -205,7 +205,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             their tensors arrive (default: none, only CPU tensors can be sent). The CPU may be on either side, and
             several devices may map to one. Results come back the same way.
         reply_device_maps (dict[str, dict]): for each callee, by name, a dict from the callee's devices to local devices
-            where their results arrive (default: none; places that it does not name follow from ``device_maps``).
+            where their results arrive (default: none; devices that it does not name follow from ``device_maps``).
         devices (list): local CUDA devices used for RPC (default: those that the device maps of any worker mention).
         receive_window_bytes (int): bytes of large tensors that may be on their way into this worker at a time
             (default: 64 MiB); the rest waits at the senders. A larger window keeps long or fast networks busy; a

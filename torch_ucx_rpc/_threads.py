@@ -1,4 +1,4 @@
-"""Threads of this package that use torch, and their end before that of the interpreter.
+"""Threads of this package that use torch. They end before the interpreter does.
 
 While the interpreter ends, it unwinds each other thread that comes back from C++. The unwinding aborts the process
 where it reaches a C++ destructor ("terminate called without an active exception"), as in most functions of torch.
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# Where threads wait in C for long. Nothing but C and Python is on their stacks then.
+# Modules whose functions wait in C for long. While a thread waits there, no C++ is on its stack.
 _WAITS = (threading.__file__, socket.__file__)
 
 _started: weakref.WeakSet[Thread] = weakref.WeakSet()

@@ -164,9 +164,9 @@ class JoinTimedOut(JoinFailed, TimeoutError):
     missing: tuple[int, ...] | None = None
 
 
-# The kinds of errors in C++, and the exceptions that they become; Python raises the others itself. The comments name
-# the sentences in csrc, and the attributes that come with them. Further attributes are name, rank and host of the
-# worker that the sentence is about.
+# The kinds of errors in C++, and the exceptions that they become. Python raises the other exceptions itself. The
+# comments name the sentences in csrc, and the attributes that come with them. Further attributes are name, rank and
+# host of the worker that the sentence is about.
 KINDS: dict[str, type[RpcError]] = {
     # "lost worker ...: it has died or cannot be reached any more (<cause>)"; cause
     "worker_lost": WorkerLost,

@@ -2,7 +2,7 @@
 
 Importing this module adds the backend "FAULTY_UCX" to ``torch.distributed.rpc``. It is the counterpart of torch's
 "FAULTY_TENSORPIPE" (``torch.distributed.rpc._testing``), with options of the same names. The package itself never
-imports it.
+imports this module.
 
 Example::
 

@@ -6,8 +6,8 @@ the process has ended (``csrc/peers/lifelines``). Workers that use InfiniBand or
 Other workers connect to it after another connection has failed.
 
 No thread accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So
-this process reads no byte of a stranger, and spends no file on a connection. Connections beyond the backlog may be
-missing; their workers notice the end by the heartbeat.
+this process reads no byte of a stranger, and spends no file on a connection. The kernel may refuse connections beyond
+the backlog. Workers without a connection notice the end by the heartbeat.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Its keys::
     read/<session>        how many have read it; rank 0 waits for them, since it may host the Store and leave
 
 Only rank 0 reads the records, and judges them when enough have come or time is up. So every worker starts with the same
-members, or raises the same error. Requests to the Store, and its bytes, grow linearly with the number of workers. A
-worker reads one part after the other: the Store keeps a copy of each answer that is under way.
+members, or raises the same error. The requests to the Store, and the bytes that it sends, grow linearly with the number
+of workers. A worker reads one part after the other: the Store keeps a copy of each answer that is under way.
 
 Workers wait by asking again, in growing intervals. A wait inside the Store would ignore Ctrl-C, since it is in C++. It
 would also warn on stderr whenever it ends without a result.
@@ -104,7 +104,7 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
     packed = packing.pack(members)
     for number, start in enumerate(range(0, len(packed), _PART_BYTES)):
         part = packed[start : start + _PART_BYTES]
-        store.set(_part_key(own.session, number), part)  # type: ignore[arg-type]  # which takes bytes, too
+        store.set(_part_key(own.session, number), part)  # type: ignore[arg-type]  # set takes bytes too
     verdict = {"members": len(members), "bytes": len(packed), "digest": _digest(packed)}
     _announce(store, own, secret, verdict, lambda: set(), len(members))
     return members
@@ -326,8 +326,8 @@ class _Arrivals:
         return len(self._present) >= min(self.world_sizes())
 
     def read_sessions(self) -> set[int]:
-        """Return sessions of all entries, valid or not, but only the first of each process: later ones belong to its
-        next attempt."""
+        """Return the first session of each process, of valid and invalid entries. A process's later sessions belong to
+        its next attempt."""
         self.read()
         first_of_process: dict[str, int] = {}
         for values in self._values():

@@ -34,8 +34,8 @@ _ARPHRD_INFINIBAND = "32"
 def default_devices(store: Store, ucx_path: str) -> str:
     """The value for UCX_NET_DEVICES, or an empty string to leave the choice to UCX.
 
-    UCX chooses if the user has set the variable, if the workers do not meet by TCP, or if they meet at a loopback
-    address: rank 0 may know its own host by a loopback address, while the others use another one.
+    UCX chooses if the user has set the variable, or if the workers do not meet by TCP. UCX also chooses if they meet at
+    a loopback address: rank 0 may know its own host by that address, while the others use another one.
     """
     host = host_of(store)
     if "UCX_NET_DEVICES" in os.environ or host is None:
@@ -66,8 +66,7 @@ def address_towards(host: str) -> str | None:
 
 
 def meeting_address(store: Store) -> str | None:
-    """This host's address for workers on other hosts; None if there is no such address, or if all workers are on this
-    host.
+    """This host's address for workers on other hosts; None if it has none, or if all workers are on this host.
 
     The address is that of the interface that leads to the Store. If the workers meet in a file, it is the address of
     the default route.

@@ -1,8 +1,8 @@
 """The relay: most workers of a large group take the packed records from one another, and only a few from the Store.
 
-The ranks are a tree with `FAN_OUT` below each. Rank 0 writes the packed records into the Store, and the workers below
-it read them there. Every other worker connects to the one above it, and gets the same bytes. So the Store sends the
-records to `FAN_OUT` workers, whatever the size of the group. The invariants:
+The ranks form a tree, in which each rank has up to `FAN_OUT` ranks below it. Rank 0 writes the packed records into the
+Store, and the workers below it read them there. Every other worker connects to the one above it, and gets the same
+bytes. So the Store sends the records to at most `FAN_OUT` workers, whatever the size of the group. The invariants:
 
 1. A worker believes only bytes that have the digest in the verdict. So it does not matter who has sent them.
 2. If anything goes wrong, a worker reads the records from the Store, where they remain. It does so when the worker
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FAN_OUT = 32
 # Shorter than rank 0's wait for workers to read the verdict: a worker that has waited in vain still finds the Store.
 _PATIENCE_S = 2.0
-# Longer than the pauses, of a second at most, in which workers wait for the verdict before they connect here.
+# Workers look for the verdict at least once a second, and then connect here. So this is longer than a second.
 _FAREWELL_S = 4.0
 # For a socket, 0 means "do not wait".
 _LEAST_WAIT_S = 0.001
@@ -104,7 +104,7 @@ def _serve(listeners: list[socket.socket], below: int, packed: bytes) -> None:
             for key, _ in ready:
                 try:
                     connection, _ = key.data.accept()
-                except OSError:  # no file is left
+                except OSError:  # this process can open no more files
                     return
                 below -= 1
                 with connection, contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ _LONGEST_ANSWER_S = 300.0
 # The end of the process waits this long for requests to a Store that are still under way.
 _LAST_WAIT_S = 10.0
 
-# The key of the job's name, in a Store whose port follows from the job.
+# The key of the job's name, in a Store of `open_job_store`.
 _JOB = "torch_ucx_rpc/job"
 
 _NO_LIMIT_S = 20 * 24 * 3600
@@ -118,7 +118,7 @@ def _check_folder(url: ParseResult) -> None:
 
 
 def check_rank(init_method: str, rank: int) -> int:
-    """Return the rank of a worker of a group without a size. The environment has a missing rank (-1)."""
+    """Return the rank of a worker of a group without a size. If it is missing (-1), the variable RANK has it."""
     url = urlparse(init_method)
     if rank >= 0:
         return rank
@@ -165,8 +165,8 @@ def check_port(number: str) -> int:
 
 
 class JobAddress(NamedTuple):
-    """The places where rank 0 of a job may open its Store: on one of the hosts, at the first of the ports that is free
-    there."""
+    """The places where rank 0 of a job may open its Store. It takes the first free port on its host, which is one of
+    ``hosts``."""
 
     job: str
     hosts: tuple[str, ...]

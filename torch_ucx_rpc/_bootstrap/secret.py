@@ -4,7 +4,7 @@ The secret has two uses. Texts in the Store carry an HMAC-SHA256, which distingu
 strangers. And every ordered pair of workers has a key for the frames between them (``wire/seal.h``). HKDF (RFC 5869)
 derives that key from the secret and both sessions. A session is a random number for one life of a worker's agent; the
 worker publishes it in its record. Frames recorded in an earlier life do not fit the new key. So workers need no
-challenge and answer, which UCX could not bind to the frames that follow.
+challenge and response, which UCX could not bind to the frames that follow.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Secret:
 
 
 class Entry(NamedTuple):
-    """An entry of the Store: its values, and any doubt about them, as a text with the placeholders {own} and {who} for
-    workers."""
+    """An entry of the Store: its values, and any doubt about them. The placeholders {own} and {who} in the doubt stand
+    for workers."""
 
     values: dict[str, Any]
     doubt: str = ""

@@ -1,4 +1,4 @@
-"""The part of a job that is on this machine: an agent of torch.distributed.elastic that gives workers roles, and ends
+"""The part of a job that is on this machine: an agent of torch.distributed.elastic. It gives workers roles, and ends
 all of them together."""
 
 # mypy: allow-untyped-calls
@@ -115,8 +115,8 @@ class WorkerNames(LogsSpecs):
 class JobAgent(LocalElasticAgent):
     """elastic's agent of this machine. It raises the first `Failure` of the job on any machine.
 
-    While restarts are left, elastic instead restarts the workers on all machines: each machine learns of the failure. A
-    signal to one of the launchers ends all of them, with elastic's SignalException.
+    While restarts are left, elastic instead restarts the workers on all machines, since each machine learns of the
+    failure. A signal to one of the launchers ends all of them, with elastic's SignalException.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class JobAgent(LocalElasticAgent):
         self._result = None
         self._failed_at = None
 
-    # Any: torch declares the attributes that a started group has as None.
+    # The type is Any: torch declares as None the attributes that a started group sets.
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         try:
             return self._look(worker_group)

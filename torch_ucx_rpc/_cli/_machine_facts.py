@@ -67,7 +67,7 @@ def add_machine(report: Report) -> None:
 
 
 def _add_resolver(report: Report) -> None:
-    """Ask for the name of this host's address, as a client of torch's Store does."""
+    """Ask for the name of this host's address, as torch's Store does for each client."""
     address = network.address_towards(network.ELSEWHERE) or "127.0.0.1"
     client = (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
     began = time.monotonic()

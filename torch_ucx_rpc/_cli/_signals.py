@@ -28,7 +28,7 @@ class Signals:
             signal.signal(number, self._note)
 
     def for_workers(self, number: signal.Signals) -> signal.Signals:
-        """Return the signal of this machine that matches ``number`` on another machine."""
+        """Return the signal for this machine's workers when another machine has received ``number``."""
         # Workers ignore the signals that this process ignores.
         return number if number in self._heeded else signal.SIGTERM
 

@@ -1,7 +1,8 @@
 """Writes UCX's findings on this machine to stdout, as JSON, and its log to stderr: a script for ``info``.
 
-The script runs in a process of its own and imports nothing of this package: UCX may abort in surroundings that it finds
-impossible, and the package may not be importable. The argument is the value of TORCH_UCX_RPC_UCX, as for ``_native``.
+The script runs in a process of its own, since UCX may abort if it cannot work on this machine. The script imports
+nothing of this package, which may not be importable. Its argument is the value of TORCH_UCX_RPC_UCX, as for
+``_native``.
 """
 
 from __future__ import annotations

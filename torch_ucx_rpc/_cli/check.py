@@ -219,7 +219,7 @@ def nothing() -> None:
 
 
 def take(tensor: torch.Tensor) -> None:
-    """A call with a large tensor, of which only the way to the callee counts."""
+    """A call with a large tensor, to measure its transfer to the callee."""
 
 
 def measure(callee: str, place: Place, effort: float) -> Pair:

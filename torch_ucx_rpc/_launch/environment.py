@@ -86,8 +86,8 @@ def default_name(rank: int) -> str:
 
 
 def ports_of(job: str) -> tuple[int, ...]:
-    """Return the ports where the Store of a job may be, equal for all its workers and most likely different for other
-    jobs."""
+    """Return the ports where the Store of a job may be. All its workers get the same ports, and other jobs most likely
+    get others."""
     digests = (hashlib.sha256(f"{job} {attempt}".encode()).digest() for attempt in range(_PORTS_OF_A_JOB))
     return tuple(_FIRST_PORT + int.from_bytes(digest[:4], "big") % _PORTS for digest in digests)
 
@@ -168,7 +168,7 @@ def _read_slurm(environ: Environ) -> Launch | None:
 
 
 def _check_agreement(environ: Environ, launch: Launch) -> None:
-    """RANK or WORLD_SIZE alone may be set beside a launcher's variables, if it agrees with them."""
+    """Raise ValueError if RANK or WORLD_SIZE, set alone, contradicts the launcher's variables."""
     for variable, number in {"RANK": launch.rank, "WORLD_SIZE": launch.world_size}.items():
         if environ.get(variable) and _number(environ, variable) != number:
             other = "WORLD_SIZE" if variable == "RANK" else "RANK"

@@ -56,7 +56,7 @@ def init_rpc(
             `UcxRpcBackendOptions` without arguments).
 
     Raises JoinFailed if rank, size or meeting place is unknown. Raises ValueError for impossible or contradictory
-    environment variables. Raises also the errors of ``torch.distributed.rpc.init_rpc``.
+    environment variables. It also raises the errors of ``torch.distributed.rpc.init_rpc``.
 
     Example::
 

@@ -32,7 +32,7 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
     """The host of rank 0 and a name for this job, broadcast by rank 0. All workers that mpirun started must call this.
 
     Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI uses that
-    UCX instead of an older one of its own. ``_native`` refuses the reverse order at import.
+    UCX instead of an older one of its own. If Open MPI has loaded an older UCX before, ``_native`` refuses it.
 
     Raises JoinFailed if mpi4py belongs to another MPI than mpirun, or if MPI cannot start. Raises JoinTimedOut if the
     other workers have not come within ``timeout`` seconds (0: no limit).

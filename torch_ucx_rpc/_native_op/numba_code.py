@@ -152,7 +152,7 @@ class NumbaCode:
 
 
 class _Unfit(Exception):
-    """The function compiles, but not for these types."""
+    """numba lacks the dtype of an argument, or the function's result does not fit the schema."""
 
 
 def _loader(arguments: tuple[types.Type, ...]) -> tuple[Any, int]:

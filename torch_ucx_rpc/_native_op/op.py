@@ -51,13 +51,12 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
     Args:
         schema (str): the operator's schema in torch's language, with a namespace. Arguments are ``Tensor``, ``int``,
             ``float`` and ``bool``, with any defaults, and at least one of them is a tensor. The result is ``()``,
-            ``int``, ``float``,
-            ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)`` for the argument with that
-            mark. With ``Tensor(a!)`` the function itself returns nothing.
+            ``int``, ``float``, ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)`` for the
+            argument with that mark. With ``Tensor(a!)`` the function itself returns nothing.
 
-    Returns the operator of ``torch.ops``, which TorchScript knows by either name.
+    Returns the operator of ``torch.ops``. TorchScript accepts it as ``torch.ops.ps.accumulate`` and as ``accumulate``.
 
-    The decorated function may already come from ``numba.njit``, with options of its own, but not with ``parallel``:
+    The decorated function may already come from ``numba.njit``, with options of its own, but not with ``parallel``.
     numba's default threads abort a process if two calls run at once.
 
     Raises ValueError for any other schema, a function with other parameters, or an operator that exists. Raises

@@ -42,8 +42,9 @@ _ANSWER_S = 5.0
 # Limit for each step of a client: its question fits into one packet, and it reads the answer at once.
 _CLIENT_S = 10.0
 _LONGEST_QUESTION = 1 << 20
-# Limit for an answer under way at the end of the agent; also the pause after running out of files.
+# At the end of the agent, limit for an answer under way.
 _FAREWELL_S = 0.5
+# The pause when this process can open no more files.
 _NO_FILE_S = 1.0
 
 
@@ -126,7 +127,7 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
 
 
 def own_statistics() -> str:
-    """Return this worker's statistics by RPC, as text, so that the caller unpickles only a str."""
+    """For RPC: return this worker's statistics as text, so that the caller unpickles only a str."""
     # Load it on demand: each worker loads this module, but observers ask few workers.
     from torch_ucx_rpc._observe.statistics import statistics
 

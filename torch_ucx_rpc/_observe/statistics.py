@@ -115,7 +115,6 @@ def _documented(cls: type[_Class]) -> type[_Class]:
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         first, *words = f"{each.name} ({each.type}): {each.metadata['meaning']}.".split()
         lines.append(" " * 4 + first)
-        # Importing textwrap would take a fifth of the package's import.
         for word in words:
             if len(lines[-1]) + len(word) < 120:
                 lines[-1] += f" {word}"

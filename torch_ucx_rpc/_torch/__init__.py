@@ -5,6 +5,6 @@
 * ``replace``     `replace_tensorpipe`, and the environment variable for it
 * ``exceptions``  keeps the type of an exception that a callee raises
 * ``sparse``      pickles compressed sparse tensors
-* ``subclasses``  refuses tensors of other classes whose memory is incomplete
+* ``subclasses``  refuses tensors of derived classes whose memory is incomplete
 * ``arrays``      sends arrays of NumPy, CuPy, numba and RMM as tensors
 """

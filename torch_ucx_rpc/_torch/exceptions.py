@@ -34,19 +34,19 @@ from torch_ucx_rpc import errors
 _torchs_handle_exception = internal._handle_exception
 _torchs_deserialize = internal.deserialize
 
-# Exceptions of failed calls, with different texts, that no future has asked for yet. Beyond this number, the oldest
-# remain torch's RuntimeErrors.
+# Limit of the remembered exceptions. Once the oldest is dropped, a future that fails with its text raises torch's
+# RuntimeError.
 _MOST_REMEMBERED = 1024
 
-# Each nested call doubles the text of an exception that passes through. torch writes its repr and its traceback, and
-# both contain the earlier text. Sixteen levels would be 100 MB. The first cause is at the end.
+# Each nested call doubles the text of an exception that passes through: torch writes the exception's repr and
+# traceback, and both contain the earlier text. Sixteen levels would be 100 MB. The first cause is at the end.
 _LONGEST_BEGINNING = 2 * 1024
 _LONGEST_END = 30 * 1024
 
 # The answer of an RRef owner's agent, made without a Python function. torch sends the text alone.
 _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
-# torch's refusal of an RRef that it or the agent has marked.
+# torch's error for any use of an RRef that torch or the agent has marked as timed out.
 _NO_OBJECT = "RRef creation via rpc.remote() timed out"
 
 # torch's descriptions of exceptions, by text. The exceptions themselves would keep the frames of tracebacks alive.

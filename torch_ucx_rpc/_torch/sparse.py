@@ -1,8 +1,8 @@
 """Sparse tensors in compressed layouts (CSR, CSC, BSR, BSC) as results of Python functions.
 
 The agent sends them like any other tensor. But after a Python function has returned, torch asks every tensor of the
-answer for its storage (``Message::getStorages``, torch 2.13), and these tensors have none. So torch's RPC pickler
-replaces them by their parts, which have storages.
+answer for its storage (``Message::getStorages``, torch 2.13). These tensors have none. So torch's RPC pickler replaces
+them by their parts, which have storages.
 """
 
 from __future__ import annotations

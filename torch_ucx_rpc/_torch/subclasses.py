@@ -1,8 +1,8 @@
 """Tensors of classes derived from `torch.Tensor`.
 
 torch's RPC pickler collects tensors of the class itself. Python pickles all others: `torch.Tensor.__reduce_ex__` copies
-their storage. If a storage is too short, it copies the bytes that are there, and the rest is undefined on the other
-worker. So this module refuses such tensors. The agent's encoder refuses tensors of the class itself.
+their storage. If a tensor reaches beyond its storage, the copy has only the storage's bytes, and the rest is undefined
+on the other worker. So this module refuses such tensors. The agent's encoder refuses such tensors of the class itself.
 """
 
 # mypy: allow-untyped-calls

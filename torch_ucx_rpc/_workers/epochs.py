@@ -340,7 +340,7 @@ class Epochs:
         count = 2 * sum(one in votes for one in rest)
         return count > len(rest) or (count == len(rest) and self.epoch.decider in votes)
 
-    # ------------------------------------------------------------------------------------------- one who decides
+    # -------------------------------------------------------------------------------------- the decider, candidates
 
     def _consider(self, now: float) -> None:
         """Begin or continue an attempt, if there is a reason."""
@@ -561,7 +561,7 @@ class Epochs:
         self._send(sender, Promise(prepare.epoch.number, prepare.ballot, self._accepted))
 
     def _decides(self, candidate: Member, now: float) -> bool:
-        """Tell whether a quorum follows this decider. If not, it follows the candidate itself."""
+        """Tell whether this member decides and a quorum follows it. A decider without one follows the candidate."""
         if self._leads and not self.is_leased(now):
             self._leads, self._leader, self._heard = False, candidate, now
         return self._leads

@@ -15,9 +15,9 @@ def fail(future: Future[Any], error: BaseException) -> None:
 
     torch's futures are C++ objects, so Python's collector does not see the objects they keep. `set_exception` keeps the
     exception and raises that same object in every wait. Its traceback has the frames that it passed through, and the
-    frames of the waiting threads. A frame that refers to the future closes a cycle that is never freed. The objects of
-    its frames stay too, such as tensors and agents of earlier lives. Here each wait raises a copy, and the kept
-    exception has no traceback.
+    frames of the waiting threads. A frame that refers to the future closes a cycle that is never freed. Objects that
+    these frames refer to stay too, such as tensors and agents of earlier lives. Here each wait raises a copy, and the
+    kept exception has no traceback.
     """
     _drop_tracebacks(error)
 

@@ -38,7 +38,7 @@ class Life:
         self.tells_ends = hasattr(agent, "_statistics")
         # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, which is used here.
         self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
-        # The object of torch's names when this life was last seen to last.
+        # torch's object of worker names, as it was when `lasts` last saw that RPC still runs in this life.
         self._names: object = None
         self.info: WorkerInfo = agent.get_worker_info()
         self.number = int(getattr(agent, "session", 0)) or secrets.randbits(63)

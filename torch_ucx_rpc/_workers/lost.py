@@ -96,7 +96,7 @@ def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
         with _lock:
             if _subscribers.pop(token, None) is None or _subscribers:
                 return
-            # Without callbacks, each goodbye would cost a thread and Python's lock uselessly.
+            # No callback is left. If the agent went on calling back, each goodbye would cost a thread and the GIL.
             watched_agent: Any = None if _watched is None else _watched()
             _watched = None
             if hasattr(watched_agent, "_set_on_gone"):

@@ -129,8 +129,8 @@ class Group:
     def check(self, number: int) -> None:
         """Return if this epoch is in force at this moment.
 
-        Raises `EpochOver` if a later one is known here, `CutOff` if this worker is out, or hears too little from the
-        others to know. It waits for certainty for at most twice the limit.
+        Raises `EpochOver` if this worker knows a later epoch. Raises `CutOff` if this worker is out, or hears too
+        little from the others to know. It waits for certainty for at most twice the limit.
         """
         deadline = time.monotonic() + 2 * self.limit
         with self._changed:
@@ -149,8 +149,8 @@ class Group:
     def wait(self, after: int = 0, timeout: float | None = None) -> Epoch:
         """Return the epoch that is in force, once its number is larger than ``after`` and this worker is a member.
 
-        Raises `CutOff` if this worker is out; TimeoutError after ``timeout`` seconds; and without a timeout `CutOff`
-        when it has heard too little from the others for four times the limit.
+        Raises `CutOff` if this worker is out, and TimeoutError after ``timeout`` seconds. Without a timeout it raises
+        `CutOff` when it has heard too little from the others for four times the limit.
         """
         began = heard = time.monotonic()
         with self._changed:

@@ -142,8 +142,8 @@ class Channel:
         Args:
             source (str): name of the sender.
             tag (str): the tag that it is put under.
-            into (Tensor, list or None): tensors that receive the value, of its shapes and dtypes (default: None, memory
-                of its own). A large value goes into them without a copy if they are contiguous and on the CPU.
+            into (Tensor, list or None): tensors that receive the value, of its shapes and dtypes (default: None, new
+                memory). A large value goes into them without a copy if they are contiguous and on the CPU.
 
         After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they may still change.
 

@@ -45,10 +45,10 @@ class RpcSlots:
         self._changed = threading.Condition()
         # The condition guards these:
         self._epochs: dict[str, int] = {}
-        # Earliest epochs, by the beginnings of groups' names.
+        # Earliest epochs, by prefix of the groups' names.
         self._floors: dict[str, int] = {}
-        # Last epochs of closed groups. This worker refuses values of these epochs, since their senders' calls would
-        # never end.
+        # Last epochs of closed groups. This worker refuses values of these epochs. Otherwise their senders' calls would
+        # stay open until they time out.
         self._closed: dict[str, int] = {}
         self._values: dict[str, dict[Key, deque[_Value]]] = {}
         self._lent: dict[str, int] = {}

@@ -88,7 +88,7 @@ class Starter:
     def batch(self, begins: Callable[[], None]) -> Iterator[None]:
         """`start` starts workers inside this block. After the block, they are children of this process.
 
-        The block calls ``begins`` when the starter is ready. Raises OSError or RuntimeError if no worker can be
+        Calls ``begins`` before the block, once the starter is ready. Raises OSError or RuntimeError if no worker can be
         started.
         """
         self.workers = []

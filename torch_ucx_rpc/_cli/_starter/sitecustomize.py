@@ -196,7 +196,7 @@ def _await_launcher(helper: int, launcher: int) -> None:
 
 
 def _become_worker(environ: dict[str, str], command: bytes) -> None:
-    """Undo the traces of the starter in a fork."""
+    """Remove the traces of the starter from a forked worker."""
     show(command, _environ_bytes(environ))
     os.environ.clear()
     os.environ.update(environ)
