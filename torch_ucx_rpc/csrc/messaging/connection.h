@@ -29,7 +29,7 @@ struct OutgoingLoad {
   // own memory while the peer does not read, for instance because it is stopped. UCX never gives up a message in that
   // queue, even if its call has timed out.
   static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
-  // The bytes that a message costs the transport beside its body.
+  // The bytes that a message costs the transport in addition to its body.
   static constexpr uint64_t kEagerOverhead = 512;
 
   size_t parts = 0; // parts that travel by rendezvous
@@ -72,7 +72,7 @@ struct OutgoingLoad {
 //              Retries makes another one, for the messages that
 //              the peer does not have
 //   kClosed    the peer has left or failed; messages fail, except  none
-//              a goodbye, which tells it so
+//              a goodbye, which tells the peer so
 //
 // A peer that was asked to admit this worker (kJoin) refuses everything else until it has done so (Peer::hasAdmitted).
 // Until then only goodbyes and the join leave. The join leaves again over each new endpoint.
@@ -163,7 +163,7 @@ class Connection {
     uint64_t lacked = 0; // the result of lacking() when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts the peer must announce again
     uint16_t endpoint = 0; // the peer's latest one, as far as its frames have shown
-    bool mayBeOutdated = false; // a receive may wait for an earlier one; Retries looks at it
+    bool mayBeOutdated = false; // a receive may wait for an earlier endpoint; Retries checks that
 
     uint64_t inFlightBytes = 0;
     size_t inFlightPieces = 0;

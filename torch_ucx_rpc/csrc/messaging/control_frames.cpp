@@ -56,7 +56,7 @@ std::string sentenceAfter(const Bytes& body) {
   return {reinterpret_cast<const char*>(body.data()) + sizeof(Record), body.size() - sizeof(Record)};
 }
 
-// Workers next to each other often have the same value. So the arrivals of a whole job are a few runs.
+// Workers with adjoining ranks often have the same value. So the arrivals of a whole job are a few runs.
 Bytes bodyOf(const Barrier::Arrivals& arrivals) {
   std::vector<wire::BarrierRun> runs;
   const auto add = [&runs](Rank rank, int64_t value, bool isGone) {

@@ -17,7 +17,7 @@ class EagerCredit {
   // should not wait.
   static constexpr uint64_t kSmallBytes = 4 * 1024;
   static constexpr uint64_t kMaxBytesOfLarger = 8 * 1024 * 1024;
-  // The bytes that a request costs its receiver beside its body.
+  // The bytes that a request costs its receiver in addition to its body.
   static constexpr uint64_t kOverhead = 512;
 
   EagerCredit() = default;

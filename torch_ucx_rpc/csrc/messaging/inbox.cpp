@@ -69,7 +69,7 @@ bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t by
     return true;
   }
   if (from.incoming.noteEndpoint(header.endpoint)) {
-    connections_.makeReady(from); // Messenger has Retries look at what waits for earlier ones
+    connections_.makeReady(from); // Messenger schedules Retries, which ends receives over earlier endpoints
   }
   if (isRendezvous && from.incoming.isOutdated(header.endpoint)) {
     return false; // the peer announces it again over its present endpoint

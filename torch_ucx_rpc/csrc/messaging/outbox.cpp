@@ -327,6 +327,9 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   answer         a device's   an answer with the error goes instead (RequestServer::onAnswerNotSent())
 //   answer         local        it strands here, and is sent again until it has left
 //   answer         the peer's   a refusal goes instead (RequestServer::onAnswerNotSent())
+//   put            a device's   the put fails (Channel::onPutSent())
+//   put            local        it strands here, and is sent again until it has left
+//   put            the peer's   the put fails (Channel::onPutSent())
 //   control frame  local        it strands here, and is sent again until it has left
 //   control frame  the peer's   the peer is lost (PeerMonitor::onControlNotSent())
 //   a join         the peer's   if mayResume(), it leaves again over the next endpoint (resume())
@@ -334,8 +337,8 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   an endpoint    local        the next message makes another endpoint
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
 //
-// A message that has left in part never strands: at its first error, withdraw() tells the receiver. Once the peer is
-// gone or the outbox is closed nothing strands, and no frame tells the receiver.
+// A message that has left in part never strands. At its first error, withdraw() tells the receiver, unless it is a put.
+// Once the peer is gone or the outbox is closed, nothing strands, and no frame tells the receiver.
 //
 // A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends
 // only if, in addition, the peer has it or it has failed. Most errors only break its connection.

@@ -48,9 +48,9 @@ class Outbox {
   // A sentence for the log.
   std::string describeStranded() const;
 
-  // From now on, reaches a peer of this machine over the network. One of the two workers gets nothing over shared
-  // memory. Messages under way stay there, and arrive when it works again. They no longer take the room of later ones.
-  // If it fails, nothing has changed.
+  // From now on, reaches a peer of this machine over the network. Call it if one of the two workers gets nothing over
+  // shared memory. Messages under way stay in shared memory, and arrive when it works again. They no longer take the
+  // room of later messages. Changes nothing if it returns an error.
   Error moveToNetwork(Connection& connection);
 
   // Resumption: makes another endpoint, and sends over it the messages that the peer does not have. Does nothing unless

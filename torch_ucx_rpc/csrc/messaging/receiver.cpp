@@ -110,7 +110,7 @@ std::vector<DeviceAllocation::Span> Receiver::planDevices(
     }
     const wire::Assembled::Span& span = spans[storage.span];
     if (storage.bytes != span.bytes || isPlanned[storage.span]) {
-      continue; // a pack, of which the decoder copies each storage to the device
+      continue; // a pack: the decoder copies each of its storages to the device
     }
     // UCX would copy bytes from host memory to the device in small pieces, under the worker lock.
     const bool isStaging = (storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal();

@@ -25,7 +25,7 @@ struct Announcement {
   bool isNumbered;
   bool isBeingReceived = false;
   uint16_t endpoint = 0; // the peer's endpoint over which it came: wire::Header::endpoint
-  uint16_t endpointAgain = 0; // likewise
+  uint16_t endpointAgain = 0; // the peer's endpoint over which `again` came
   void* again = nullptr; // a later announcement; used if `rendezvous` fails
   const void* origin = nullptr; // Transport::originOf() the rendezvous that is being received
 };

@@ -62,7 +62,7 @@ uint64_t Barrier::enter(int64_t value) {
 
 bool Barrier::wait(std::chrono::milliseconds limit, Result& result) {
   std::unique_lock lock(mutex_);
-  // A worker that went before it has passed on the release would leave those below it to find another parent.
+  // If a worker returned before it passed the release on, the workers below it would have to find another parent.
   const auto isReleased = [this] { return results_.contains(entered_) && passingOn_ == 0; };
   if (!released_.wait_for(lock, limit, isReleased)) {
     return false;

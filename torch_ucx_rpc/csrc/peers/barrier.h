@@ -42,12 +42,12 @@ namespace torch_ucx_rpc {
 // 3. Every worker that waits has sent all its collected arrivals to its parent: at once when nothing is missing below
 //    it, else at the next tick(). It sends everything again when it gets another parent. A worker that has not entered
 //    the round keeps the arrivals that it gets, and answers them when the round ends.
-// 4. The parent's rank is below the worker's own. So arrivals never run in a circle, even if workers see different
+// 4. The parent has a smaller rank than the worker. So arrivals never run in a circle, even if workers see different
 //    members, and the present worker of lowest rank becomes the coordinator.
 //
 // A worker need not learn of the end of workers that it never talks to. It notices the end of its parent, because it
-// has sent to it. It notices the end of the workers directly below it, because it contacts them as long as arrivals are
-// missing there (toContact()).
+// has sent its arrivals there. It notices the end of the workers directly below it, because it contacts them as long as
+// arrivals are missing there (toContact()).
 //
 // Thread-safe.
 class Barrier {
@@ -125,7 +125,7 @@ class Barrier {
   };
 
   std::optional<Rank> parentLocked() const; // none for the coordinator
-  // Of `top` and all ranks below it, the first for which `look` is true.
+  // Returns the first rank for which `look` is true: `top`, or a rank below it in the tree.
   template <typename Look>
   std::optional<Rank> findBelow(Rank top, const Look& look) const;
   bool isAwaitedLocked(Rank rank, const Round& round, bool isCoordinator) const;

@@ -16,8 +16,8 @@ namespace torch_ucx_rpc {
 class Directory {
  public:
   // Adds a worker. It may have the rank and the name of a worker that is gone. It may also be that worker itself, so
-  // that a lost one can be tried again. Throws std::invalid_argument if a worker that is there has the same rank, name
-  // or session.
+  // that a lost worker can be tried again. Throws std::invalid_argument if a worker that is there has the same rank,
+  // name or session.
   void add(Member member);
 
   // Forgets the rank and the name of a worker. Its session stays known, since frames from it may still arrive.

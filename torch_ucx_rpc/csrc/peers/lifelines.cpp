@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Why a connection has ended, or was not made: an errno, and 0 for an end in good order.
+// Returns the errno that says why a connection has ended or was not made. 0: the other side has closed it normally.
 int whyEnded(int socket) {
   char byte = 0;
   return recv(socket, &byte, sizeof(byte), MSG_DONTWAIT) < 0 ? errno : 0;

@@ -33,7 +33,8 @@ class Lifelines {
   void forget(const Member& member);
 
  private:
-  // A firewall may end a connection for its own reasons. So may a stranger behind the same address, again and again.
+  // A firewall may end a connection for its own reasons. If another process listens at the address, it may do so each
+  // time.
   static constexpr int kReconnections = 3;
 
   struct Line {
@@ -47,7 +48,7 @@ class Lifelines {
 
   // Begins to connect; -1 where that is not possible.
   static int beginToConnect(const Line& line);
-  // The same, and watches the connection. False where one of the two is not possible.
+  // Begins to connect, and watches the connection. False where one of the two is not possible.
   bool open(uint64_t session, Line& line);
   void onEvent(uint64_t session);
 

@@ -32,7 +32,7 @@ RpcFailure Peer::failureOfGone() const {
   return failure(hasLeft ? RpcFailure::Kind::kWorkerLeft : RpcFailure::Kind::kWorkerLost, why.message(), why.cause());
 }
 
-// Errors without an exception of their own mean that the message did not get through.
+// An error code that is not listed here means that the message did not get through.
 RpcFailure Peer::failureFrom(const Error& error, const std::string& sentence) const {
   RpcFailure::Kind kind = RpcFailure::Kind::kNotSent;
   std::string resource;

@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 
 class Connection; // messaging/connection.h
 
-// A worker's number in its job; torch calls it Rank.
+// A worker's number in its job. torch's C++ calls it worker_id_t.
 using Rank = int16_t;
 
 // The facts that a worker publishes about itself, because others need to know them.
@@ -108,7 +108,7 @@ class Peer {
 
   // Counted by the threads that make and serve calls; read by reports.
   std::atomic<uint64_t> callsSent{0};
-  std::atomic<uint64_t> callsFailed{0}; // of those sent; an exception of a Python function is an answer to torch
+  std::atomic<uint64_t> callsFailed{0}; // of those sent; an exception of a Python function counts as an answer
   std::atomic<uint64_t> callsReceived{0};
   std::atomic<int64_t> requestsOpen{0}; // received from it and not answered yet
   LatencyHistogram latencies; // of calls sent that did not fail
@@ -139,9 +139,9 @@ class Peer {
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<uint64_t> resendBytes{0}; // of messages that are kept until it has them: see KeptMessages
   // True if it runs on this machine and shared memory does not reach it. It may be in another pid namespace: UCX would
-  // look for its process by an id that means nothing here, or another process. It may belong to another user, whose
-  // memory UCX cannot open. In these two cases the group sets this before the first message. Or one of the two workers
-  // may get nothing more over shared memory (RepairState::kUnrepairable).
+  // look for its process by an id that no process has here, or that another process has. It may belong to another user,
+  // whose memory UCX cannot open. In these two cases the group sets this before the first message. Or one of the two
+  // workers may get nothing more over shared memory (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
 
   // Null before the first message to or from it; see Connections::of(). Guarded by the worker lock.

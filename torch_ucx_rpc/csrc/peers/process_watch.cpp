@@ -25,8 +25,9 @@ ProcessWatch::Outcome ProcessWatch::add(const Member& member, const Member& self
   if (process < 0 && errno != ESRCH) {
     return Outcome::kNotPossible;
   }
-  // Read with the descriptor open: the process may have ended by now, but its id cannot mean another process. If it has
-  // ended, the descriptor is readable. A missing stat proves nothing: there may be no file left to open.
+  // Reads the start time after the descriptor was opened. If it is the member's, the member has had this id all the
+  // time, so the descriptor is the member's too. If the member has ended since, the descriptor is readable. A missing
+  // stat proves nothing: there may be no file left to open.
   const std::optional<ProcStat> stat = readProcStat("/proc/" + std::to_string(member.pid));
   if (process < 0 || (stat && stat->startTicks != member.processStartTime)) {
     if (process >= 0) {

@@ -146,7 +146,7 @@ class Transport {
 
   // Closes the origin of a rendezvous that is being received. The receive ends with an error, now or in a later
   // progress(). If bytes to the peer wait there, the origin stays open, and the caller tries again later. Returns
-  // false, and does nothing, if the origin is an endpoint that connect() has made: abandon() closes that one.
+  // false, and does nothing, if the origin is a living endpoint that connect() has made: abandon() closes that one.
   virtual bool closeOrigin(const void* origin) = 0;
 
   // Does all work that does not block, and returns how many steps that took. 0: there is nothing to do now.
@@ -178,8 +178,8 @@ class Transport {
 
   // Gives up one endpoint. Its operations complete, with an error unless the peer took them before. Over TCP they
   // complete when the begun data has left this machine, or when the kernel has given up. That may take minutes. Over
-  // other transports they complete within a few calls of progress(). A rendezvous of memory that is also under way to
-  // another endpoint may complete only with that one: UCX releases the memory once.
+  // other transports they complete within a few calls of progress(). If the memory of a rendezvous is also under way to
+  // another endpoint, the rendezvous may complete only when that one does: UCX releases the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
   // Flushes all eager messages, then ends everything. Gives up operations that are not done after `limitMs`. Releases

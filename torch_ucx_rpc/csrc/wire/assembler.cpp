@@ -32,7 +32,7 @@ bool Assembler::note(Partial& partial, const Header& header, uint64_t bytes) {
   if (header.index == kBodyIndex) {
     return !std::exchange(partial.hasBody, true);
   }
-  // A span with bytes needs no empty piece, and a peer could send empty ones for ever.
+  // A span with bytes needs no empty piece. Without this check, a peer could send empty pieces for ever.
   const uint64_t spanBytes = header.place.spanBytes;
   if (bytes > spanBytes || (bytes == 0 && spanBytes != 0)) {
     return false;

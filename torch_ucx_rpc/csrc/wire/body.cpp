@@ -118,7 +118,7 @@ class SpanCoverage {
       return malformed("it refers to span " + std::to_string(span) + " of " + std::to_string(spanBytes_.size()));
     }
     offset = takenBytes_[span];
-    if (isTaken_[span] && offset == spanBytes_[span]) { // an empty span too: the checks below accept it
+    if (isTaken_[span] && offset == spanBytes_[span]) { // the checks below would accept an empty span again
       return malformed("it refers again to span " + std::to_string(span) + ", of which nothing is left");
     }
     if (bytes > spanBytes_[span] - offset) {

@@ -13,8 +13,8 @@ namespace torch_ucx_rpc::wire {
 class ReplayWindow {
  public:
   // A gap is a run of missing numbers. If there are more gaps than this, the window forgets the oldest gap, whose
-  // numbers then count as replays. A peer that leaves so many gaps knows the secret, but must not cost more memory than
-  // this (about 64 bytes a gap).
+  // numbers then count as replays. Even a peer that knows the secret must not cost more memory than this (about 64
+  // bytes a gap).
   static constexpr size_t kMaxGaps = 4096;
 
   // The sequence begins at `first`.

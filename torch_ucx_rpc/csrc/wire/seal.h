@@ -16,7 +16,8 @@
 //   travels in the frame. The receiver takes each number once.
 // - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
 //   covers them, and the receiver checks it when they have arrived.
-// - The tags do not cover the bytes of tensors. They do cover the places and sizes of tensors.
+// - The tags cover the places and sizes of all tensors, and the bytes of tensors in the body. They do not cover the
+//   bytes of tensors that travel as spans.
 
 namespace torch_ucx_rpc::wire {
 

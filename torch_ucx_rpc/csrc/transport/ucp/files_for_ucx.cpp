@@ -24,7 +24,7 @@ bool isLackOfFiles(int error) {
   return error == EMFILE || error == ENFILE;
 }
 
-// Whether the listening socket itself is useless. Other errors concern one connection, or pass (accept(2)).
+// Whether the listening socket itself is useless. Other errors concern one connection, or are temporary (accept(2)).
 bool isOfTheListener(int error) {
   return error == EBADF || error == EINVAL || error == ENOTSOCK || error == EFAULT;
 }

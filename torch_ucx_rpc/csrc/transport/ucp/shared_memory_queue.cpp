@@ -56,7 +56,7 @@ struct [[gnu::packed]] SharedMemoryQueue::Slot {
 struct [[gnu::packed]] SharedMemoryQueue::Acknowledgement { // ucp_reply_hdr_t
   static constexpr uint8_t kHandler = 10; // UCP_AM_ID_RNDV_ATS
 
-  uint64_t request = ~uint64_t{0}; // odd, so UCP looks it up in a table, whose ids count up and never get here
+  uint64_t request = ~uint64_t{0}; // odd, so UCP looks it up in a table, whose ids count up and never reach this number
   int8_t status = 0;
 };
 

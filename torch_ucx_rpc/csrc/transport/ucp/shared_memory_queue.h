@@ -59,7 +59,8 @@ class SharedMemoryQueue {
 
   // Nothing if the mappings cannot be read; errno says why.
   static std::optional<std::vector<Mapping>> mappingsOf(const std::string& process);
-  // False if a process whose mappings may not be read cannot have this memory mapped, or has ended.
+  // Whether a living process may have this memory mapped although its mappings cannot be read. `why` is the errno of
+  // that.
   static bool mayHideMappings(const std::string& process, int why);
   static std::optional<SharedMemoryQueue> recognize(const Mapping& mapping);
 

@@ -44,7 +44,8 @@ Error UcpEndpoints::connect(std::string_view ucxAddress, EndpointId& endpoint) {
   const ucs_status_t status = ucp_ep_create(worker_, &params, &created->handle);
   if (status != UCS_OK) {
     created->reason = log_.takeReason();
-    // On some hosts UCX notices at once that a network is down, and on others later. Here it shows later on all hosts.
+    // On some hosts UCX notices at once that a network is down, and on others later. Here the failure shows later on
+    // all hosts.
     if (created->reason.find("connect(fd=") == std::string::npos) {
       return withReason(errorOfConnecting(status), created->reason);
     }
@@ -153,7 +154,7 @@ bool UcpEndpoints::closeInternal(ucp_ep_h handle) {
   const auto own = std::ranges::find_if(
       endpoints_, [&](const std::unique_ptr<UcpEndpoint>& endpoint) { return endpoint->handle == handle; });
   if (own != endpoints_.end()) {
-    return (*own)->isDead(); // then it is being closed
+    return (*own)->isDead(); // a dead one is being closed already
   }
   closing_.reserve(closing_.size() + 1);
   const ucp_request_param_t param{};

@@ -24,7 +24,7 @@ struct UcpEndpoint {
   ucp_ep_h handle = nullptr; // null once it is closed
   Error failure; // why it is dead; the listener knows, unless this side has given it up
   ucs_status_t reported = UCS_OK; // why UCX says that it is dead
-  std::string reason = {}; // what UCX says besides: see UcxLog::takeReason()
+  std::string reason = {}; // what UCX's log says about that: see UcxLog::takeReason()
   UcpEndpoint* before = nullptr; // in a list of its owner
   UcpEndpoint* after = nullptr;
 
@@ -70,7 +70,8 @@ class UcpEndpoints {
   // Gives up one endpoint.
   void abandon(EndpointId endpoint);
   // Closes an endpoint that UCX has made for messages of a peer, unless bytes wait there. Call it only while a receive
-  // over that endpoint runs, so that UCX still has it. Returns false if connect() has made the endpoint.
+  // over that endpoint runs, so that UCX still has it. Returns false if connect() has made the endpoint and it is
+  // not dead.
   bool closeInternal(ucp_ep_h handle);
 
   // Closing the worker calls the following, in this order. abandonAll() begins to flush all endpoints. While that goes
