@@ -24,7 +24,7 @@ class Hmac {
   // Throws std::runtime_error if there is no suitable libcrypto. The text says what to install.
   explicit Hmac(std::string_view key);
 
-  // Returns the tag of the parts, one after another. The tag does not cover the borders between the parts, so the
+  // Returns one tag for all parts, joined in this order. The tag does not cover the borders between the parts, so the
   // caller must include their lengths.
   Tag of(std::initializer_list<std::span<const std::byte>> parts);
 

@@ -10,7 +10,7 @@
 namespace torch_ucx_rpc {
 
 // The failure of a call or of another RPC operation. Its kind tells programs what failed. The extension turns each kind
-// into an exception, which torch_ucx_rpc/errors.py describes. torch's C++ passes it on as a std::runtime_error.
+// into an exception, which torch_ucx_rpc/errors.py describes. torch's C++ treats an RpcFailure as a std::runtime_error.
 class RpcFailure : public std::runtime_error {
  public:
   enum class Kind : uint8_t {

@@ -9,7 +9,8 @@ namespace torch_ucx_rpc::trace {
 // Shows where the time of a call goes. With TORCH_UCX_RPC_TRACE=FILE, every process appends its spans to that file when
 // its agent shuts down. The file has Chrome's trace event format, which https://ui.perfetto.dev reads. The spans of one
 // call carry its id on both sides, and arrows lead from one process to the other. Processes of one machine share a
-// clock; the clocks of several machines may differ. Without the variable and a recorder, a span costs a few branches.
+// clock; the clocks of several machines may differ. With neither the variable nor a recorder, a span costs a few
+// branches.
 //
 // If a recorder is set, it gets each span too. torch's profiler is one (rpc/profiled_spans.h).
 //

@@ -52,8 +52,8 @@ ThreadHooks pythonThreadHooks() {
       }};
 }
 
-// Raises SystemExit in the agent threads that are left, as soon as they run Python code again. Threads that Python does
-// not know (0) are forgotten: a forked child has none.
+// Raises SystemExit in the agent threads that are left, as soon as they run Python code again. Forgets the threads that
+// Python does not know (it returns 0): a forked child has none of the parent's threads.
 void interruptThreads() {
   std::erase_if(
       pythonThreads(), [](unsigned long thread) { return PyThreadState_SetAsyncExc(thread, PyExc_SystemExit) == 0; });
@@ -260,8 +260,8 @@ void bindAgents(py::module_& module) {
       .def_readwrite("stream_priority", &AgentOptions::streamPriority);
 
   using torch::distributed::rpc::RpcAgent;
-  // torch has bound what RpcAgent has. NoGil is for functions that may wait for the worker lock, for a peer, or for a
-  // thread that waits for the GIL.
+  // torch has bound the functions of RpcAgent. NoGil is for functions that may wait for the worker lock, for a peer, or
+  // for a thread that waits for the GIL.
   using NoGil = py::call_guard<WithoutGil>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(

@@ -8,8 +8,7 @@
 
 #include <unistd.h>
 
-// Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi declares what they bind, and each
-// source says where the GIL is held.
+// Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi declares what they bind.
 namespace torch_ucx_rpc {
 
 inline bool isInterpreterFinalizing() {
@@ -42,7 +41,7 @@ class WithoutGil {
   WithoutGil() : state_(PyEval_SaveThread()) {}
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() noexcept(false) { // Python may unwind it
+  ~WithoutGil() noexcept(false) { // Python may unwind the thread here
     const SleepWhilePythonEnds sleep;
     PyEval_RestoreThread(state_);
   }

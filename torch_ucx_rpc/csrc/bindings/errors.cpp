@@ -17,7 +17,7 @@ namespace {
 // Python functions that turn C++ exceptions into the exceptions that programs see. Never destroyed, since the
 // interpreter may be gone first.
 struct Translators {
-  // Finds the Python exception that a std::runtime_error once was, before it becomes a RuntimeError.
+  // Makes the callee's Python exception again from the text of a C++ exception, instead of a RuntimeError.
   py::object original;
   py::object failure; // makes the exception that an RpcFailure becomes
 };
@@ -92,7 +92,7 @@ void raiseInstead(const Make& make) {
 // pybind11 calls this for every C++ exception that leaves torch's bindings or these. An exception thrown here goes on
 // to the next translator.
 void translateRuntimeError(std::exception_ptr thrown) {
-  const SleepWhilePythonEnds sleep; // the functions of Python let other threads have the GIL
+  const SleepWhilePythonEnds sleep; // the Python functions may release the GIL
   try {
     std::rethrow_exception(std::move(thrown));
   } catch (const RpcFailure& failure) {

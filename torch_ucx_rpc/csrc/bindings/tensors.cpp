@@ -1,4 +1,4 @@
-// The functions of tensors/ that the Python side of pickling needs. All of it runs under the GIL.
+// The functions of tensors/ that the Python side of pickling needs. They run under the GIL.
 
 #include "bindings/bindings.h"
 #include "tensors/outside_modes.h"

@@ -61,7 +61,7 @@ class DevicePool {
       Source source, EntryPoints entryPoints = {nullptr, nullptr}, AllocatorOf allocatorOf = &c10::GetAllocator);
 
   // Allocates memory that may be written to once earlierWork() is done. If no memory is left, waits for the memory that
-  // is held back, and then throws what the allocator throws. Null for 0 bytes, as with torch's allocator.
+  // is held back, and tries again. Throws what the allocator throws then. Null for 0 bytes, as with torch's allocator.
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 

@@ -67,7 +67,7 @@ Streams poolStreams(const Devices& devices, int priority) {
 Streams allStreams(c10::Device device) {
   const VirtualGuardImpl guard(device.type());
   Streams streams{guard.getDefaultStream(device)};
-  // Each pool gives out its streams in turns, to other threads as well. A stream that another thread got comes again in
+  // Each pool gives out its streams in turn, to other threads as well. A stream that another thread got comes again in
   // the next round. For a priority that a device does not have, torch gives the streams of another priority.
   for (int priority = 0; priority > -kPriorities; --priority) {
     for (size_t knownInARow = 0; knownInARow < streams.size();) {

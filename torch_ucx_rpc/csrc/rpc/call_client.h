@@ -80,8 +80,8 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
-  // Fails a call on an agent thread, where callbacks may run. If the call was to make an RRef and the owner may still
-  // live, tells the owner first.
+  // Fails a call on an agent thread, where callbacks may run. If the call was to make an RRef, and the failure concerns
+  // its message only, tells the owner first.
   void failLater(CallTable::Call call, const RpcFailure& why);
   // Continues a call that has not made its RRef, until the owner has made one whose value is the failure (see
   // failed_rref.h). Called again if the owner could not take the failure.

@@ -277,8 +277,8 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
   if (isDone()) {
     return true;
   }
-  // A handler may wait long here. Until it goes on, other requests may use its thread and its share of the receive
-  // window.
+  // A handler may wait long here. Until it goes on, another request may run in its place, and other messages may use
+  // its share of the receive window.
   const std::shared_ptr<void> nesting = Executor::markBlocked();
   HandlingScope::releaseInnermost();
   const auto isOver = [&] { return isDone() || lifetime_.isClosed() || Clock::now() >= deadline; };
@@ -302,7 +302,7 @@ bool Channel::waitUntil(const IsDone& isDone, Clock::time_point deadline) {
 
 void Channel::wakeWaiting(const std::optional<Driver>& driver) {
   changed_.notify_all();
-  if (!driver || driver->role != Role::kWaitingCaller) { // a waiting caller that drives looks itself
+  if (!driver || driver->role != Role::kWaitingCaller) { // a waiting caller that drives checks its own wait
     messenger_.progress().wakeWaitingCaller();
   }
 }

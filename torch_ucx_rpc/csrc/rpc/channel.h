@@ -80,8 +80,8 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Returns when the memory of the value may be changed.
   void wait(const std::shared_ptr<Sent>& sent);
 
-  // Says that a value is expected. With `into`, the value goes into these tensors, which must not be read or changed
-  // until then.
+  // Says that a value is expected. With `into`, the value goes into these tensors. The caller must not read or change
+  // them before wait() has returned.
   std::shared_ptr<Expected> post(Peer& from, const Name& name, std::optional<std::vector<at::Tensor>> into);
   // Waits for the value and returns it, once. Throws RpcFailure. A value that has not come by `timeout` (0: none) is no
   // longer expected. Throws std::invalid_argument if the value does not fit the posted tensors.

@@ -81,7 +81,7 @@ void Group::onSizeChange() {
 void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
-      // The peer may be leaving, and wait for an acknowledgment. This worker gets nothing from the peer any more.
+      // The peer may be leaving, and wait for this worker's acknowledgment. The goodbye ends that wait.
       messenger_.postControl(*peer, goodbyeToLost());
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
@@ -306,7 +306,7 @@ void Group::onJoin(uint64_t session, Bytes record) {
     return; // being destroyed
   }
   // Python decides, which needs the GIL. This thread may drive, and no driver waits for the GIL, so another thread asks
-  // Python. A request could not do it, because handlers may hold all threads.
+  // Python. The task is a completion: a request would wait for a thread while handlers hold all of them.
   executor_.addCompletion([this, hold = std::move(hold), session, record = std::move(record)] {
     if (lifetime_.isClosed()) {
       return; // this worker leaves

@@ -84,8 +84,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   void announceJoin(const std::string& record, const std::vector<uint64_t>& members);
   std::vector<WorkerInfo> unadmitted() const;
 
-  // Sets a callback for each peer that is gone, in static and dynamic groups, whether it left or failed. It runs on an
-  // agent thread. It may be replaced at any time; an empty one ends the calls.
+  // Sets a callback for each peer that is gone, in static and dynamic groups, whether it left or failed. The callback
+  // runs on an agent thread. It may be replaced at any time; an empty one ends the calls.
   using OnGone = std::function<void(const Peer& peer)>;
   void setOnGone(OnGone onGone);
 

@@ -21,7 +21,7 @@ namespace {
 
 // How often the task looks for state of gone workers.
 constexpr auto kReleasePeriod = std::chrono::seconds(1);
-// How many passes after the last end look for everything.
+// How many passes look for everything after a worker has ended.
 constexpr int kPasses = 10;
 
 // Deletes the forks as if their holders had done it.

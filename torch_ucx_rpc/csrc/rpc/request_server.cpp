@@ -122,7 +122,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     const trace::Span span("run handler", traced);
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe
-      // with its 16 threads returns the remote events of the first 16 calls). A thread of its own always records.
+      // with its 16 threads returns the remote events of the first 16 calls). A new thread always records.
       executor_.runOnOwnThread([&] { response = handle(request, streams, admission); });
     } else {
       response = handle(request, streams, admission);

@@ -259,7 +259,7 @@ Executor::Bed* Executor::wakeIdleLocked() {
   if (idle_.empty()) {
     return nullptr;
   }
-  // It counts as no longer idle before it is awake, so that the next task wakes another one.
+  // The thread counts as no longer idle before it is awake, so that the next task wakes another one.
   Bed* const last = idle_.back();
   idle_.pop_back();
   last->isWoken = true;
@@ -284,7 +284,7 @@ Executor::Bed* Executor::wakeOrSpawnLocked() {
     if (Bed* const woken = wakeIdleLocked()) {
       return woken;
     }
-    // Without a leader nothing more arrives. So a thread is made for that even beyond the number of cores, unless
+    // Without a leader nothing more arrives. So a thread is made to lead even beyond the number of cores, unless
     // another one is about to lead.
     if ((threads_ < coreThreads_ || (leaders_ == 0 && !isThreadComingLocked() && mayGrowLocked())) && spawnLocked()) {
       return nullptr;

@@ -47,10 +47,11 @@ class Leader {
 // A thread calls the hooks only when a task asks for them: threads that lead or run TorchScript must not wait for
 // Python.
 //
-// Threads are made when they are needed. Up to the number of cores they are made freely, since handlers may run without
-// the GIL. Beyond that a thread is made only if tasks wait, none has been begun for kStaleAfter, and no thread is about
-// to run. That means that the existing threads block. The thread that was busy last is woken first. Beyond the number
-// of cores, threads that stay idle for `spareAfter` end: each costs memory, some of it in libraries that it has called.
+// Threads are made when they are needed. Up to about the number of cores they are made freely, since handlers may run
+// without the GIL. Beyond that a thread is made only if tasks wait, none has been begun for kStaleAfter, and no thread
+// is about to run. That means that the existing threads block. The thread that was busy last is woken first. Beyond the
+// number of cores, threads that stay idle for `spareAfter` end: each costs memory, some of it in libraries that it has
+// called.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -76,7 +77,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void addRequest(Task task, Task shed = {});
   void addCompletion(Task task);
   // Adds the completion of a call that fails, at its deadline for instance. It runs before other tasks. If callbacks of
-  // completions block all other threads, it runs on a thread that is kept for failures.
+  // completions block all other threads, it runs on one more thread, which is made for failures.
   void addFailure(Task task);
 
   // Marks the request that runs on this thread as waiting for a call of its own, until the returned guard is released.

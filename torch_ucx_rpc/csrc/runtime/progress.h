@@ -67,8 +67,8 @@ class Progress {
   }
 
   // Drives as the waiting caller, and hands out all events. Ends when `isDone` returns true, when a signal has come in,
-  // after half a second without events, or after close(). False, at once, if another thread is the waiting caller. It
-  // ends at the deadline too, which no event announces.
+  // after half a second without events, at the deadline, or after close(). False, at once, if another thread is the
+  // waiting caller.
   bool driveUntil(
       IsDone isDone,
       std::optional<uint64_t> awaitedCall,

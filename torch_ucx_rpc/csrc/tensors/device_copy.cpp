@@ -66,7 +66,7 @@ c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to) {
     if (!bytes.device().is_cpu()) {
       recordOnCurrentStream(bytes);
     }
-    // The source is a tensor that owns its memory: torch then tells the pool of pinned memory of the copy.
+    // The source is a tensor that owns its memory: torch then tells its pool of pinned memory about the copy.
     viewOf(copy.get(), count, to).copy_(asTensor(std::move(bytes), count), /*non_blocking=*/true);
   }
   return copy;

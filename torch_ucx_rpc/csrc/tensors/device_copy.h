@@ -9,7 +9,8 @@
 namespace torch_ucx_rpc {
 
 // The allocator that torch uses for tensors on devices of this type. c10::GetAllocator() returns torch's own allocator
-// even if torch.cuda.memory.change_current_allocator has replaced it. In that case torch's own was never set up.
+// even if torch.cuda.memory.change_current_allocator has replaced it. In that case torch's own allocator was never set
+// up.
 c10::Allocator* allocatorOf(const c10::DeviceType& type);
 
 // Copies bytes into new memory of `to`, in the order of the current streams. Blocks where one side is the CPU.

@@ -25,7 +25,7 @@ void placeGradients(c10::intrusive_ptr<Message>& request) {
   const auto sent = context->retrieveSendFunction(metadata.autogradMessageId);
   std::vector<at::Tensor> gradients = received->getGrads();
   bool isAnyMoved = false;
-  // The peer has sent the gradients, so there may be more of them than tensors.
+  // The peer chooses how many gradients it sends, so there may be more of them than tensors.
   for (size_t index = 0; index < gradients.size() && index < sent->num_outputs(); ++index) {
     at::Tensor& gradient = gradients[index];
     const torch::autograd::Edge& edge = sent->next_edge(index);

@@ -43,8 +43,8 @@ uint64_t elementsPerByte(at::ScalarType dtype) {
   return dtype == at::kQUInt4x2 ? 2 : dtype == at::kQUInt2x4 ? 4 : 1;
 }
 
-// Counts the elements of a storage up to the last one that a tensor reaches from its element `first`. Empty if the
-// number overflows.
+// Counts the elements of a storage up to the last one that a tensor reaches, if the tensor begins at the storage's
+// element `first`. Empty if the number overflows.
 std::optional<uint64_t> elementsReached(const at::Tensor& tensor, int64_t first) {
   int64_t last = first;
   bool isTooMuch = first < 0;

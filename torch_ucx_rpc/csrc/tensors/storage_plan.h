@@ -53,7 +53,8 @@ struct PlannedStorage {
 //
 // The plan bounds the body: its inline storages have at most 1 MiB together. It also bounds the number of spans. Each
 // storage of a device, and each other storage from 1 MiB on, has its own span. A smaller one has its own span only
-// above kInlineStorageBytes, and if at most 512 storages of the CPU have one. The rest share spans.
+// above kInlineStorageBytes, and if at most 512 storages of the CPU have one. Storages that have no span of their own
+// and are not inline share spans.
 std::vector<PlannedStorage> planStorages(std::vector<PlannedTensor>& tensors);
 
 } // namespace torch_ucx_rpc

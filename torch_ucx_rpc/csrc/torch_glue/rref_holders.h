@@ -31,7 +31,7 @@ struct WaitForValue {
 //
 // Two kinds of holders are known. The caller of rpc.remote() holds a reference that bears its rank. A worker that got a
 // reference from a third worker reports to the owner. A worker that got a reference from the owner itself, in an
-// argument or a result, is not known. That message is an opaque pickle, and no worker reports it. Thread-safe.
+// argument or a result, is not known: its message is an opaque pickle, and no worker reports it. Thread-safe.
 class RRefHolders {
  public:
   // To be called with every request before it is handled. Throws torch's error for a request that torch cannot read.
