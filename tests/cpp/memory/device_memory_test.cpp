@@ -535,7 +535,7 @@ TEST_F(StagingTest, MemoryThatCanBeSharedIsNotStaged) {
   EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u);
 }
 
-// UCX finds no process of another pid namespace whose memory it could map.
+// UCX cannot map the memory of a process in another pid namespace.
 TEST_F(StagingTest, MemoryForAnotherContainerIsStaged) {
   network_.shareDeviceMemory(true);
   areInContainers_ = true;

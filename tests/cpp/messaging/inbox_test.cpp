@@ -120,8 +120,8 @@ TEST_F(InboxTest, APieceThatComesEagerlyIsRefused) {
   EXPECT_EQ(inbox_.refusedFrames(), 1u);
 }
 
-// The other worker may take the connection's end for this worker's end, and drop all later messages.
-TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
+// The peer may take the end of the connection for the end of this worker, and drop all later messages.
+TEST_F(InboxTest, APeerIsWatchedByItsAnswersOnceThisProcessHasLostItsEndpoint) {
   outbox_.sendControl(peer(1), wire::Kind::kPing);
   ASSERT_TRUE(connection(1).endpoint().has_value());
   (void)events_.take();

@@ -181,7 +181,7 @@ TEST_F(OutboxTest, FirstFailureOfAPartIsReportedAfterTheLastPart) {
   EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck);
 }
 
-// The callee has a part, and would fetch it only with the others.
+// Otherwise the callee would keep the announced part, and wait for the others.
 TEST_F(OutboxTest, RequestThatHasLeftInPartIsCanceledAtItsCallee) {
   const Bytes span(2 * OutgoingMessage::kPieceBytes);
   transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};

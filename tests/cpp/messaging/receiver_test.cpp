@@ -205,7 +205,7 @@ TEST_F(ReceiverTest, FinishedMessageIsKnownUntilTheNextStart) {
   EXPECT_FALSE(receiver_.hasFinished());
 }
 
-TEST_F(ReceiverTest, MessageThatThereIsNoMemoryForIsRejected) {
+TEST_F(ReceiverTest, MessageIsRejectedIfThereIsNoMemoryForIt) {
   constexpr uint64_t kTooMuch = 1ull << 60;
   start(announced(Kind::kRequest, 1, kTooMuch, rendezvous(7, kTooMuch)));
   EXPECT_TRUE(events_.buffer.isEmpty()) << "not inside a transport callback";

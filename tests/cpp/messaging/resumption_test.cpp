@@ -177,7 +177,7 @@ TEST_F(ResumptionTest, ReceiveOverAnEndpointThatThePeerHasReplacedIsBegunAgain) 
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
 }
 
-// The receiver had made more endpoints than the sender, so UCX has made this end by itself.
+// The receiver had made more endpoints than the sender. So UCX itself has made the receiver's end of the connection.
 TEST_F(ResumptionTest, ReceiveOverAnEndpointMadeByUcxIsBegunAgain) {
   network_.makeOriginsInternal();
   resetSenderDuringAReceive();
@@ -255,7 +255,7 @@ TEST_F(ResumptionTest, KeptEagerBodiesAreBoundedAndTheRestCanBeCanceled) {
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"request not sent: its call was given up 999"});
 }
 
-TEST_F(ResumptionTest, CallsOfThePauseWaitAndCanBeCanceled) {
+TEST_F(ResumptionTest, CallsDuringThePauseWaitAndCanBeCanceled) {
   post(Kind::kRequest, 1);
   exchangeAll();
   reset(0);
@@ -358,7 +358,7 @@ TEST(FailedMessageTest, PongsTakeThePlaceOfFramesThatNeverLeave) {
   EXPECT_EQ(one.messenger.traffic().underWay, 0u);
 }
 
-// Messages of all sizes both ways, over connections that lose, double, delay and reset.
+// Messages of all sizes both ways. The connections lose, double and delay frames, and are reset.
 class HardshipTest : public ResumptionTest, public testing::WithParamInterface<unsigned> {
  protected:
   void postSome(TestWorker& from, Rank to) {

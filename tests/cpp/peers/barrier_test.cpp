@@ -239,7 +239,7 @@ TEST(BarrierTest, WaitGivesUpAfterItsLimitAndCanBeRepeated) {
 
 // ---- The tree -------------------------------------------------------------------------------------------------------
 
-TEST(BarrierTest, NoWorkerOfALargeJobTalksToMoreThanItsParentAndThoseBelow) {
+TEST(BarrierTest, NoWorkerOfALargeJobTalksToMoreThanItsParentAndItsChildren) {
   constexpr Rank kSize = 1000;
   constexpr int kFanOut = 8;
   Job job(kSize, 1, kFanOut);

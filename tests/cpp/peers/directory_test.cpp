@@ -141,7 +141,7 @@ TEST_F(DirectoryTest, LostWorkerCanBeTriedAgain) {
   EXPECT_EQ(directory_.at(Rank{1}).state(), Peer::State::kPresent);
 }
 
-TEST_F(DirectoryTest, RankAndNameOfTwoThatAreGoneCanBeTakenByOne) {
+TEST_F(DirectoryTest, OneWorkerCanTakeTheRankAndTheNameOfTwoGoneWorkers) {
   end(directory_.at(Rank{1}), Peer::State::kLeft);
   end(directory_.at(Rank{2}), Peer::State::kFailed);
   directory_.add(member(1, "w2", 200));

@@ -103,7 +103,7 @@ TEST_F(LifelinesTest, EndOfTheListenerIsACut) {
   EXPECT_TRUE(watched_.empty());
 }
 
-TEST_F(LifelinesTest, ConnectionThatEndsWhileThePortGoesOnIsNoCut) {
+TEST_F(LifelinesTest, ConnectionThatEndsWhileThePortStaysOpenIsNoCut) {
   Listener listener;
   connect(listener.port());
   listener.reset();

@@ -244,7 +244,7 @@ TEST_F(ChannelTest, ValuesOfAnEarlierEpochAreDropped) {
   EXPECT_TRUE(take(1, 0, "late", 1).front().equal(at::full({2}, 7)));
 }
 
-TEST_F(ChannelTest, EndOfAnEpochIsToldToEachSenderOnce) {
+TEST_F(ChannelTest, EachSenderLearnsOnceThatAnEpochHasEnded) {
   startInEpoch(2);
   std::atomic<int> refusals{0};
   network_.setFault([&](const wire::Header& header, SendMode) {

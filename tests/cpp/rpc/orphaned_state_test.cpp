@@ -146,7 +146,7 @@ TEST_F(OrphanedStateTest, NothingIsReleasedWhileAllWorkersLive) {
   EXPECT_TRUE(isOpen(context));
 }
 
-TEST_F(OrphanedStateTest, WaitForAValueOfTheGoneEndsAndSaysWhy) {
+TEST_F(OrphanedStateTest, WaitForAValueOfAGoneWorkerEndsAndSaysWhy) {
   const auto wait = RRefContext::getInstance().getOwnerRRef({1, 7});
   const auto other = RRefContext::getInstance().getOwnerRRef({2, 7});
   end(1);

@@ -154,7 +154,7 @@ TEST_F(RequestServerTest, RequestIsOpenFromItsArrivalToItsAnswer) {
   EXPECT_TRUE(eventually([&] { return open() == 0; }));
 }
 
-TEST_F(RequestServerTest, HandlerThatReturnsAFutureIsAnsweredWhenThatIsComplete) {
+TEST_F(RequestServerTest, RequestIsAnsweredWhenTheFutureOfItsHandlerIsComplete) {
   const Future later = newFuture();
   handler_ = [&](Message&) { return later; };
   call(1);

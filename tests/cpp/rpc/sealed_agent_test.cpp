@@ -174,7 +174,7 @@ TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
   EXPECT_EQ(handled_.load(), 1);
 }
 
-TEST_F(SealedAgentIntruderTest, AContentThatWasChangedOnTheWayIsNotDecoded) {
+TEST_F(SealedAgentIntruderTest, ContentThatWasChangedOnTheWayIsNotDecoded) {
   const std::string payload(kMiB, 'p');
   wire::BodyWriter writer(MessageType::PYTHON_CALL);
   writer.setPayloadSpan(payload.size(), 0);

@@ -138,7 +138,7 @@ TEST_F(ExecutorTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
   EXPECT_EQ(threads_->counts().nestingRequests, 0u);
 }
 
-TEST_F(ExecutorTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
+TEST_F(ExecutorTest, CallsThatOutliveTheirRequestDoNotCountAsNesting) {
   start(1);
   std::shared_ptr<void> call;
   threads_->addRequest([&] {
@@ -153,7 +153,7 @@ TEST_F(ExecutorTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
   EXPECT_TRUE(Executor::markBlocked() == nullptr) << "this thread runs no request";
 }
 
-TEST_F(ExecutorTest, RequestIsRefusedWhenAllThereMayBeWait) {
+TEST_F(ExecutorTest, RequestIsRefusedWhenAsManyAsMayRunWaitForCalls) {
   start(2, 4);
   for (int request = 0; request < 4; ++request) {
     threads_->addRequest([this] {
@@ -193,7 +193,7 @@ TEST_F(ExecutorTest, FollowUpRunsAfterItsTask) {
   EXPECT_FALSE(Executor::isInTask()) << "this thread is none of the agent's";
 }
 
-TEST_F(ExecutorTest, HooksAreForTasksThatAskForThem) {
+TEST_F(ExecutorTest, HooksRunOnlyForTasksThatAskForThem) {
   start();
   ASSERT_TRUE(eventually([this] { return progress_.isLed(); }));
   std::atomic<int> done{0};
@@ -216,7 +216,7 @@ TEST_F(ExecutorTest, HooksAreForTasksThatAskForThem) {
   EXPECT_EQ(started_.load(), 1) << "this thread is none of the agent's";
 }
 
-TEST_F(ExecutorTest, AllRequestsThatMayRunDoRunWhenTheyBlock) {
+TEST_F(ExecutorTest, BlockedRequestsDoNotKeepAllowedRequestsFromRunning) {
   start();
   blockRequests(kMaxRequests);
   EXPECT_TRUE(eventually([&] { return progress_.isLed(); }));
@@ -275,7 +275,7 @@ TEST_F(ExecutorTest, RequestsThatWaitForLaterOnesAreServed) {
   }
 }
 
-TEST_F(ExecutorTest, SomeoneLeadsWhileTasksRun) {
+TEST_F(ExecutorTest, AThreadLeadsWhileTasksRun) {
   start();
   for (size_t blocked = 1; blocked <= kMaxRequests; ++blocked) {
     progress_.arrive([this] { threads_->addRequest([this] { gate_.pass(); }); });
@@ -292,7 +292,7 @@ TEST_F(ExecutorTest, CompletionsThatBlockLeaveAThreadForFailures) {
   ASSERT_TRUE(eventually([&] { return gate_.waiting() == kMaxTasks; })) << gate_.waiting();
   threads_->addFailure([this] { isDone_.store(true); });
   EXPECT_TRUE(eventually([this] { return isDone_.load(); })) << "a deadline behind callbacks that block";
-  EXPECT_EQ(gate_.waiting(), kMaxTasks) << "the thread kept for failures begins nothing else";
+  EXPECT_EQ(gate_.waiting(), kMaxTasks) << "the thread for failures begins nothing else";
   gate_.open();
   EXPECT_TRUE(eventually([this] { return gate_.waiting() == 0; }));
 }

@@ -63,7 +63,7 @@ class FakeProgress final : public Leader {
 // An executor whose leader is a FakeProgress.
 class ExecutorFixture : public testing::Test {
  protected:
-  // More than the machine has cores, so that both rules for new threads apply.
+  // On a machine with fewer cores, both rules for new threads apply.
   static constexpr size_t kMaxRequests = 12;
 
   void start(
@@ -116,7 +116,7 @@ class ExecutorFixture : public testing::Test {
 
   Gate gate_;
   FakeProgress progress_;
-  std::atomic<bool> isDone_{false}; // tasks set it that may outlast a failing test's body
+  std::atomic<bool> isDone_{false}; // set by tasks that may outlast a failing test's body
   std::atomic<int> started_{0};
   std::atomic<int> ended_{0};
   Timer timer_;

@@ -33,7 +33,7 @@ TEST(WireHeaderTest, EveryFieldArrives) {
   EXPECT_EQ(std::memcmp(&sent, &received, sizeof(Header)), 0);
 }
 
-TEST(WireHeaderTest, LayoutIsTheOneThatIsDrawn) {
+TEST(WireHeaderTest, LayoutMatchesTheDrawing) {
   Header header;
   header.kind = Kind::kCancel;
   header.sourceRank = 0x2211;
