@@ -155,7 +155,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         # State of a dead worker
         "A dead worker's queued calls do not start": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
-        "Its running calls finish, and their answers are dropped": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
+        "Its running calls finish, and their answers": ("test_queued_calls_of_a_dead_worker_are_not_begun",),
         "The worker's share of the receive window": (
             "test_property_of_a_dead_worker_is_released",
             "MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce",
