@@ -1,4 +1,4 @@
-"""Lets TORCH_UCX_RPC_REPLACE_TENSORPIPE work in programs that know nothing of torch_ucx_rpc.
+"""Lets TORCH_UCX_RPC_REPLACE_TENSORPIPE work in programs that do not import torch_ucx_rpc.
 
 torch calls `autoload` near the end of its own import, in every process where the package is installed. setup.cfg
 declares it as an entry point of the group ``torch.backends``. This module is beside the package, because importing
@@ -27,7 +27,7 @@ def autoload() -> None:
         return
     torchs_init_rpc: Any = rpc.init_rpc
 
-    # torch is still being imported, so no program holds init_rpc by name yet and replacing the attribute is enough.
+    # Replacing the attribute is enough: torch is still being imported, so no program holds init_rpc by name yet.
     # Only init_rpc loads UCX: a process may import torch.distributed.rpc and never use it.
     @functools.wraps(torchs_init_rpc)
     def init_rpc(*arguments: Any, **named: Any) -> None:

@@ -218,8 +218,8 @@ def _check(parser: argparse.ArgumentParser) -> None:
     """Start workers that call each other. Show for each pair UCX's transports, and how fast the calls are.
 
     Without a launcher it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a
-    worker, and rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code of
-    rank 0 is 0 if all is well, 4 after warnings, and 3 if workers could not call each other.
+    worker, and rank 0 prints the result. It warns of each pair that is slower than it should be, and names the cure.
+    The exit code of rank 0 is 0 if all is well, 4 after warnings, and 3 if workers could not call each other.
     """
     parser.add_argument(
         "-n",

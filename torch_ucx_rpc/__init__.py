@@ -112,8 +112,8 @@ if _is_complete:
             if _is_asked_for():
                 replace_tensorpipe()
 
-# Names and their modules. The first use of a name loads its module: with all of them the import would take a third
-# longer.
+# Names and their modules. The first use of a name loads its module. Loading all modules here would make the import a
+# third longer.
 _ON_DEMAND = {
     "init_rpc": "_launch.init",
     "native_op": "_native_op.op",

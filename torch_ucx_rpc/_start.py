@@ -1,4 +1,4 @@
-"""Starting the agent of this process, by ``init_rpc`` or through torch's registry of backends.
+"""Starts the agent of this process, by ``init_rpc`` or through torch's registry of backends.
 
 The steps are those of ``torch.distributed.rpc.init_rpc``, with the Store and the exchange of members of this package
 (``_bootstrap``). If a step fails, this module undoes the steps before it, and the program can call ``init_rpc`` again.
@@ -85,8 +85,9 @@ def init_rpc(
     if world_size is None:
         _join_dynamic_group(store, name, rank, options, secret)
         return
-    # torch counts the groups of a process, TensorPipe's included, and each group on one Store gets the count as prefix.
-    # The count grows only after all workers have met: a worker that gave up alone and tries again must find the others.
+    # torch counts the groups of a process, TensorPipe's included. The count is part of the prefix of a group's keys in
+    # the Store. It grows only after all workers have met: a worker that gave up alone and tries again must find the
+    # others.
     with rpc._init_counter_lock:
         counted = PrefixStore(f"rpc_prefix_{rpc._init_counter}", store)
     agent = _join_static_group(store, counted, name, rank, world_size, options, secret)

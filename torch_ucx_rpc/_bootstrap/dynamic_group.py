@@ -36,7 +36,7 @@ from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
-# The key in the Store for rank 0 of a group with a size.
+# Rank 0 of a group with a size writes this key into the Store.
 _STATIC = "torch_ucx_rpc/static"
 
 # Seconds for members in doubt to admit a worker that joins: living ones do so within milliseconds.

@@ -6,7 +6,7 @@ bytes. So the Store sends the records to at most `FAN_OUT` workers, whatever the
 
 1. A worker believes only bytes that have the digest in the verdict. So it does not matter who has sent them.
 2. If anything goes wrong, a worker reads the records from the Store, where they remain. It does so when the worker
-   above it has ended or is silent for `_PATIENCE_S`, and concludes nothing else from that.
+   above it has ended or is silent for `_PATIENCE_S`. That does not count as the loss of the worker above.
 3. A worker waits only for the one above it, whose rank is lower. No worker waits for one below it: a thread serves the
    workers below. The thread ends when all have come, or when none has come for `_FAREWELL_S`.
 4. A worker listens before it is in the list of arrivals. So if it is a member, those below it find its relay, unless

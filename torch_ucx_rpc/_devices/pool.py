@@ -109,7 +109,7 @@ def prepare_resource(device: int, most_bytes: int | None) -> None:
         if most_bytes != ours_bytes:
             raise ValueError(
                 f"device_pool_bytes={most_bytes}, and an earlier init_rpc of this process has made the pool of "
-                f"cuda:{device} with device_pool_bytes={ours_bytes}: it stays, give the same number"
+                f"cuda:{device} with device_pool_bytes={ours_bytes}: the pool stays, so give the same number"
             )
         return
     if type(resource) is not mr.CudaMemoryResource:  # RMM's default: the user has not chosen

@@ -89,7 +89,7 @@ class NumbaCode:
     def explain(self, arguments: Sequence[Any]) -> str:
         """The exception that the function raises with these arguments, as text.
 
-        numba keeps nothing of an exception that its code catches. So the function is called again, from Python, on
+        numba keeps nothing of an exception that its code catches. So this calls the function again, from Python, on
         copies of the arguments as the failed call has left them.
         """
         copies = [value.clone().numpy() if isinstance(value, torch.Tensor) else value for value in arguments]

@@ -110,7 +110,7 @@ _Class = TypeVar("_Class")
 
 def _documented(cls: type[_Class]) -> type[_Class]:
     """Class decorator: describes the fields in the docstring, from their metadata."""
-    # Python 3.13 takes the indentation away, and earlier ones leave it.
+    # Python 3.13 removes the indentation of docstrings, and earlier versions leave it.
     lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         first, *words = f"{each.name} ({each.type}): {each.metadata['meaning']}.".split()

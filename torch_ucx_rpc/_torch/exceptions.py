@@ -115,8 +115,8 @@ def deserialize(pickled: bytes, tensors: list[Any]) -> Any:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    # torch gives an RRef another type than the caller did if its function raises SystemExit, and then refuses that
-    # RRef.
+    # If an RRef's function raises SystemExit, torch gives the RRef another type than the caller did, and then refuses
+    # it.
     raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 

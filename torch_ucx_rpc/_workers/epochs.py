@@ -535,7 +535,7 @@ class Epochs:
         if sender != self.epoch.decider:
             return
         if self._promised[0]:
-            # The decider loses this member's support to a candidate, until it asks for a promise itself.
+            # The decider loses this member's support to a candidate, until the decider itself asks for a promise.
             self._send(sender, Refuse(answer.number, self._promised))
             return
         if self._accepted is None or self._leader == sender:

@@ -144,7 +144,7 @@ def life() -> Life:
 
 
 class PerLife(Generic[T]):
-    """One `T` in each life of this worker: a call returns it, and the first one makes it.
+    """One `T` in each life of this worker: a call returns it, and the first call makes it.
 
     Example::
 

@@ -18,7 +18,7 @@ A step of a library counts if the decider's `check` passes before and after it. 
 `check` passes with the number in it.
 
 In a group of fixed size all workers, even dead ones, are the members of epoch 1. Elsewhere workers join as they make
-the group. Making it on one worker makes it on all that it can reach.
+the group. When one worker makes the group, all workers that it can reach make it too.
 """
 
 # mypy: allow-untyped-calls
@@ -117,7 +117,7 @@ class Group:
     def not_ended(self) -> set[str]:
         """Return all workers of a job of fixed size that have not certainly ended, as far as this one knows.
 
-        It also asks the ports of workers outside the epoch.
+        It also asks the ports of workers outside the epoch whether those workers have ended.
         """
         others = self._known.others()
         members = {one.name for one in self._epochs.epoch.members}
@@ -301,7 +301,8 @@ class Group:
                     done.value()
                 except RuntimeError as error:
                     _logger.debug("group %r: %s has not heard: %s", self.name, info.name, error)
-                    # TensorPipe's agent does not report an end, which counts only if it is seen soon.
+                    # TensorPipe's agent does not report the end of a worker. An end counts only if this worker sees
+                    # it soon.
                     for one in self._epochs.epoch.members:
                         if one.name == info.name:
                             self._known.ask_after(one)

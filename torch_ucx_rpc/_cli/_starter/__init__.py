@@ -5,8 +5,8 @@
 * ``reasons``        the signs by which a worker could notice a fork
 
 The starter is ``python <program>`` itself, in the environment of the workers. ``PYTHONPATH`` makes Python import this
-folder's ``sitecustomize`` in its own start, before it looks at the program. There the starter imports torch and serves
-the launcher. In a forked worker that import returns, and Python goes on to run the program. So ``sys.argv``,
+folder's ``sitecustomize`` at Python's start, before Python looks at the program. There the starter imports torch and
+serves the launcher. In a forked worker that import returns, and Python goes on to run the program. So ``sys.argv``,
 ``__main__``, tracebacks and exit codes are those of plain Python. For workers by exec the starter is a bare Python that
 forks and calls ``execve``.
 
