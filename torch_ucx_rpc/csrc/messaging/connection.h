@@ -162,7 +162,7 @@ class Connection {
     bool isOwing = false; // in Connections::owing
     uint64_t lacked = 0; // the result of lacking() when Retries looked last
     std::vector<Receiving::Entry> stalled; // messages whose next parts the peer must announce again
-    uint16_t endpoint = 0; // the peer's latest one, as far as its frames have shown
+    uint16_t endpoint = 0; // the peer's latest endpoint, as far as its frames have shown
     bool mayBeOutdated = false; // a receive may wait for an earlier endpoint; Retries checks that
 
     uint64_t inFlightBytes = 0;

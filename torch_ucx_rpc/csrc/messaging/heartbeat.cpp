@@ -67,7 +67,7 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
 }
 
 void Heartbeat::doubt(Peer& peer, Clock::time_point now) const {
-  // The next check adds the time since the last one.
+  // The next check adds the time since the last check, so `lasted` begins below 0 by that much.
   const auto sinceCheck = std::chrono::duration_cast<Milliseconds>(now - lastCheck_);
   Connection::Silence& silence = peer.connection->silence;
   silence = {
@@ -102,8 +102,8 @@ Error Heartbeat::describe(const Peer& peer) const {
   return {
       ErrorCode::kPeerFailed,
       "no sign of life for " + seconds(silence.lasted) +
-          ", though asked for one: its host is down, the network between is cut, or its process is stopped; "
-          "heartbeat_limit is " +
+          ", though this worker asked for one: its host is down, the network between is cut, or its process is "
+          "stopped; heartbeat_limit is " +
           seconds(limit_) + " and reconnect_limit " + seconds(reconnectLimit_)};
 }
 

@@ -28,7 +28,7 @@ class Heartbeat {
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
 
-  // A `limit` of 0 turns the heartbeat off: no peer is ever given up. With a `reconnectLimit` of 0 a peer is lost at
+  // A `limit` of 0 turns the heartbeat off: silence ends no peer. With a `reconnectLimit` of 0 a peer is lost at
   // the first limit.
   Heartbeat(const Directory& directory, Milliseconds limit, Milliseconds reconnectLimit = Milliseconds(0))
       : directory_(directory), limit_(limit), reconnectLimit_(reconnectLimit) {}

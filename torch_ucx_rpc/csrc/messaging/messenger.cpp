@@ -170,7 +170,7 @@ Error Messenger::checkContent(const IncomingMessage& message) {
   inbox_.countRefused();
   return {
       ErrorCode::kProtocol,
-      "a message of " + message.from->describe() + " has arrived with another content than it was sealed with"};
+      "a message of " + message.from->describe() + " has arrived with content that its sender did not seal"};
 }
 
 // ------------------------------------------------------------------------------------------------------ driving

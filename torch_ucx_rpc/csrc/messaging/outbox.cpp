@@ -381,7 +381,7 @@ void Outbox::finish(OutgoingMessage& message, EndpointId endpoint, size_t parts,
   }
   std::unique_ptr<OutgoingMessage> owned(&message);
   if (owned->header.kind == wire::Kind::kReceived) {
-    owned->error = {}; // another one will follow
+    owned->error = {}; // a later kReceived will tell the peer the same
   }
   // A message that has left in part is not sent again: its receiver has some of the parts. A device that has failed
   // will fail again.

@@ -36,7 +36,7 @@ class Outbox {
   // Sends a control frame.
   void sendControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
 
-  // Sends the messages to a ready peer that can leave now. Must not be called inside a transport callback.
+  // Sends to a ready peer the messages that can leave now. Must not be called inside a transport callback.
   void startDeferred(Connection& connection);
 
   // Whether answers or control frames wait for retryStranded(), after an error of this process such as a full file

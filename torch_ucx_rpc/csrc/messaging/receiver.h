@@ -129,8 +129,8 @@ class Receiver : private ReceivingParts {
       std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
   // Takes the allocated memory. Returns false while the allocation runs. Throws if it failed.
   static bool takeMemory(Receiving& receiving);
-  // Makes the parts of a message due, or gives it up if it has an error. Returns false while its memory is not there or
-  // earlier work uses it.
+  // Queues the parts of a message, or gives it up if memory runs out or a device has failed. Returns false while its
+  // memory is not there or earlier work uses it.
   bool beginIfFree(Entry receiving);
   // Adds a piece to the parts to be received.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);

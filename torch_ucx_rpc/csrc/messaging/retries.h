@@ -6,7 +6,7 @@
 
 namespace torch_ucx_rpc {
 
-// Retries work for which no event shows when it can succeed:
+// Repeats work for which no event shows when it can succeed:
 // - It sends messages that have stranded after an error of this process, such as a full file table. It also moves
 //   connections to the network. It does both every 20 ms, with the files of a reserve.
 // - It resumes connections whose endpoints have failed, and asks peers for frames that they have not sent again.

@@ -14,8 +14,8 @@
 
 namespace torch_ucx_rpc {
 
-// Destroys messages that the transport is done with. It never destroys tensors on the sending thread. torch may hold
-// locks there, and another thread that has the GIL may wait for these locks. Thread-safe.
+// Destroys messages that the transport is done with. It runs no user code while the sending thread may hold torch's
+// locks, because another thread that has the GIL may wait for these locks. Thread-safe.
 class SentMessages {
  public:
   // A sender's messages wait at most this long for a thread that runs anyway, and at most this many of them wait. The

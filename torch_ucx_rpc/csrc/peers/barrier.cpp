@@ -181,7 +181,7 @@ void Barrier::releaseLocked(uint64_t number, const Result& result, std::optional
   }
   std::set<Rank> others = std::move(rounds_[number].senders);
   if (const std::optional<Rank> parent = parentLocked(); parent.has_value()) {
-    others.insert(*parent); // the parent may be new, and not know yet
+    others.insert(*parent); // the parent may be new, and not know the result yet
   }
   for (const Rank rank : others) {
     if (rank != from && link_.isPresent(rank)) {

@@ -90,8 +90,8 @@ class Barrier {
 
   // The present workers whose arrival is missing. The coordinator looks at all workers, the others at those below them.
   std::vector<Rank> missing() const;
-  // The workers whose end this one must notice: those directly below it whose arrival is missing, or that have yet to
-  // pass one on. At the coordinator also those that others report as gone.
+  // The workers whose end this one must notice: each worker directly below it whose arrival is missing, or below which
+  // an arrival is missing. The coordinator must also notice the end of workers that others report as gone.
   std::vector<Rank> toContact() const;
 
   // To be called for arriving frames and changes of membership, from any thread.

@@ -102,8 +102,8 @@ class Peer {
   // Why the worker takes no calls; no error while it is present.
   Error whyGone() const;
 
-  // Its process has certainly ended: its kernel says so. Without this, a worker that failed may only be cut off. Set
-  // before moveTo().
+  // Its process has certainly ended: its kernel says so. If this is false, a worker that failed may still run, out of
+  // reach. Set before moveTo().
   std::atomic<bool> hasEnded{false};
 
   // Counted by the threads that make and serve calls; read by reports.

@@ -280,7 +280,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   view.tensorCount = prefix.tensors;
   view.payloadSpan = prefix.payloadSpan;
 
-  // Checks each count against the bytes that are left before it takes memory. A body of 100 bytes cannot claim a
+  // Before it takes memory, checks each count against the bytes that are left. A body of 100 bytes cannot claim a
   // million records.
   if (prefix.storages > cursor.left() / sizeof(StorageRecord)) {
     return malformed("it is too short for its storages");

@@ -90,7 +90,7 @@ struct Header {
   // is never sent again.
   uint16_t endpoint = 0;
   uint64_t sourceSession = 0; // random, one for each life of an agent: receivers recognize frames of an earlier life
-  uint64_t targetSession = 0; // likewise: a frame for an earlier owner of this address is refused
+  uint64_t targetSession = 0; // random too: a frame for an earlier owner of this address is refused
   uint64_t callId = 0;
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;

@@ -53,8 +53,8 @@ class UcpEndpoints {
   }
   // Why a dead endpoint is dead.
   Error failureOf(const UcpEndpoint& endpoint) const;
-  // Why a send has failed. The status that UCX gives to sends of a dead endpoint may blame the peer for a lack of this
-  // process.
+  // Why a send has failed. The status that UCX gives to sends of a dead endpoint may blame the peer although this
+  // process lacks a resource.
   Error failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const;
   std::vector<std::string> lanes(EndpointId endpoint) const;
 

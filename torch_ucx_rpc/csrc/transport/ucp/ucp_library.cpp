@@ -56,7 +56,7 @@ ErrorCode codeOf(ucs_status_t status) {
     case UCS_ERR_LAST_ENDPOINT_FAILURE:
       return ErrorCode::kPeerFailed;
 
-    // Link and endpoint failures without a name, of other versions. Otherwise this package has called UCX wrongly.
+    // Other versions have further link and endpoint failures. Any other code means that this package misused UCX.
     default:
       return UCS_IS_LINK_ERROR(status) || UCS_IS_ENDPOINT_ERROR(status) ? ErrorCode::kPeerFailed : ErrorCode::kInternal;
   }

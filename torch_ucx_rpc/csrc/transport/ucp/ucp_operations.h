@@ -27,8 +27,8 @@ struct UcpOperation {
 };
 
 // The sends and receives of one UCX worker. The worker lock guards them. UCX's callbacks only note that an operation is
-// complete, in members that need no memory. tell() calls its `done`. A list of the others lets cancelAll() end
-// operations for which UCX never calls back.
+// complete, in members that need no memory. tell() calls its `done`. A list of incomplete operations lets cancelAll()
+// end operations for which UCX never calls back.
 class UcpOperations {
  public:
   UcpOperations(const UcpEndpoints& endpoints, UcxLog& log) : endpoints_(endpoints), log_(log) {}
