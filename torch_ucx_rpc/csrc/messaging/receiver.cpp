@@ -252,7 +252,7 @@ void Receiver::receiveNextParts(Connection& connection) {
     if (part == nullptr) {
       source.waiting.erase(next);
       source.stalled.push_back(receiving);
-      connections_.makeReady(connection); // Messenger schedules Retries, which asks for it
+      connections_.makeReady(connection); // Messenger schedules Retries, which asks the peer for its parts
       continue;
     }
     const uint64_t more = part->bytes;
