@@ -73,7 +73,7 @@ Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
     }
   }
   // Once the handlers of the dead have ended, they leave nothing more, and further passes would cost more with each
-  // dead worker. But threads may still come to wait for values that the dead were to make, so all passes look for
+  // dead worker. But threads may still begin to wait for values that the dead were to make, so all passes look for
   // those.
   const bool mayHoldMore = isHandling || passesLeft_.load() > 0;
   passesLeft_.fetch_sub(passesLeft_.load() > 0 ? 1 : 0);

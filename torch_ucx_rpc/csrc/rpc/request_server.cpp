@@ -121,8 +121,8 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     making = rrefHolders_.note(from.member().rank, *request);
     const trace::Span span("run handler", traced);
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
-      // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe
-      // with its 16 threads returns the remote events of the first 16 calls). A new thread always records.
+      // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13). So TensorPipe
+      // with its 16 threads returns the remote events of the first 16 calls only. A new thread always records.
       executor_.runOnOwnThread([&] { response = handle(request, streams, admission); });
     } else {
       response = handle(request, streams, admission);

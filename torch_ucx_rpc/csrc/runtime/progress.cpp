@@ -150,7 +150,7 @@ std::unique_lock<WorkerMutex> Progress::lockWorker() {
 //   it is closed                             null     not touched any more
 std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   std::unique_ptr<EventBatch> brought;
-  bool mustWake = false; // once the lock is free, a thread that looks after the transport
+  bool mustWake = false; // once the lock is free, wake a thread to drive
   bool wasWoken = false; // wake() has woken this thread, which has found nothing since: see rest()
   int rounds = 0;
   if (role == Role::kWaitingCaller) {
@@ -300,7 +300,7 @@ bool Progress::leaveUnarmedLocked(Role who) {
   if (leadersAsleep_.load() == 0 || !spinning_.isBackSoon(who)) {
     return false;
   }
-  // The count tells the sleeping leader, once it is woken, that it is to poll (see rest()).
+  // The count makes the sleeping leader poll once it is woken (see rest()).
   unarmedSince_.store(Clock::now().time_since_epoch().count());
   absences_.fetch_add(1);
   return true;
@@ -403,7 +403,7 @@ void Progress::close(Operation last) {
   std::unique_ptr<EventBatch> events;
   {
     const std::unique_lock lock = lockWorker();
-    runQueueLocked(); // the thread that was to run these may not have come to it yet
+    runQueueLocked(); // these may still wait for the thread that must run them
     last();
     isClosed_ = true;
     events = client_.takeEventsWithWorkerLock();

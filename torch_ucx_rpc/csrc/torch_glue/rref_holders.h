@@ -37,7 +37,7 @@ class RRefHolders {
   // To be called with every request before it is handled. Throws torch's error for a request that torch cannot read.
   // For rpc.remote() of a Python function, returns a guard: the value counts as being made until the guard is
   // released. Two kinds of rpc.remote() go unnoticed: those of TorchScript, whose arguments cannot be read twice, and
-  // those in a context of distributed autograd.
+  // those that autograd or the profiler has wrapped.
   std::shared_ptr<void> note(
       torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 

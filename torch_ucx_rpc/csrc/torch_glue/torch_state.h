@@ -47,7 +47,7 @@ void stopRRefDeletions();
 std::vector<HeldFork> heldForks();
 
 // Returns and forgets endless waits on this worker for values that other workers were to make with rpc.remote(), if
-// `isHopeless` is true for the RRef. A wait is a thread in RRef.local_value(), or a call that is to be answered.
+// `isHopeless` is true for the RRef. A wait is a thread in RRef.local_value(), or an unanswered request for the value.
 std::vector<WaitForValue> takeWaitsForValues(
     const std::function<bool(const torch::distributed::rpc::RRefId&)>& isHopeless);
 
