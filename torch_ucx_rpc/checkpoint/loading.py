@@ -62,7 +62,7 @@ def load(
         planner (LoadPlanner): DCP's (default: a ``DefaultLoadPlanner``). Each worker gets a pickled copy.
         timeout (float): seconds for planning, and again for reading, as in `save` (default: None, no limit).
 
-    Raises CheckpointError, which names the worker and any missing entries. Raises FileNotFoundError without a
+    Raises CheckpointError, which names the worker and any missing entries. Raises FileNotFoundError if there is no
     checkpoint.
     """
     check_type("state", Mapping, "a dict", state)

@@ -1,8 +1,8 @@
 """`save`: every worker plans and writes its own part; the caller merges the plans and writes the metadata.
 
-Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of everything behind), the
-second writes. Tensors go only from their worker to the file. Planner and writer are DCP's. Each worker gets a pickled
-copy of both.
+A save has two rounds of calls. The first round makes plans and, in an asynchronous save, copies of all values. The
+second round writes. Tensors go only from their worker to the file. Planner and writer are DCP's. Each worker gets a
+pickled copy of both.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     parts = []
     for group in torchs.get_param_groups(begins, own, reverse):
         nodes = set(group["params"]) - beside
-        # Autograd handles a weight that is used at several places: it adds up in the right order.
+        # Autograd handles a weight that is used at several places: it adds up the gradients in the right order.
         if len(group["intermediates"]) == 1 and nodes:
             [node] = group["intermediates"]
             parts.append(([GradientEdge(node, place) for place in range(len(node._input_metadata))], nodes))

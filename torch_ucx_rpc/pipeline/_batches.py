@@ -60,7 +60,7 @@ class Batches:
         if grad:
             # This raises ScheduleError for a text with more micro-batches.
             self.model.schedules.rows("step", count)
-        # The first loss shows whether losses have counts.
+        # The loss of the first step shows whether losses have counts.
         is_apart = grad and self._has_counts is not False
         request = Request(
             "step" if grad else "forward",
@@ -144,7 +144,7 @@ class Batches:
 
     def _run(self, requests: list[Request], *, changes: bool) -> list[dict[str, Any]]:
         """Have all workers carry out a call. Returns each worker's answer. ``changes`` tells whether a recovery must
-        repeat the call: it leaves gradients, or in training mode other random numbers and statistics."""
+        repeat the call, since it changes gradients, or in training mode random numbers and statistics."""
         guard = self._recovery.do if changes else self._recovery.ask
         return guard(self._crew.each, "run", [(one,) for one in requests])
 

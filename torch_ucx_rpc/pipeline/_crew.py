@@ -8,16 +8,16 @@
    Every host carries out the messages before that one, and no others. A host that has already carried out its call
    undoes it. A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses
    it. A host may learn from another that the epoch is over. It then stops its call, and waits for the cut.
-3. The next epoch begins when each host has reported that it begins it, or has been given up. Only then does the driver
-   send orders again.
+3. The next epoch begins when each host has reported that it has entered the epoch, or the driver has given the host up.
+   Only then does the driver send orders again.
 4. The number keeps epochs apart. Orders, values between stages and results travel in boxes of the receiver. A box drops
-   everything that is not of its epoch. The driver no longer uses the box of a worker that it has given up. If that
-   worker comes back, it learns that its host is closed.
-5. The driver gives a worker up if its end is certain, or if it has not answered a question for ``rpc_timeout``. The
-   driver also gives it up if its stage is busy when ``step_timeout`` is over. No other timeout makes it give a worker
-   up.
-6. After a loss the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier gradient or
-   optimizer step counts, and `recovery` repeats the journal since then.
+   everything of earlier epochs, and keeps everything of later epochs until it gets there. The driver no longer uses the
+   box of a worker that it has given up. If that worker comes back, it learns that its host is closed.
+5. The driver gives a worker up if its end is certain, or if it has not answered a question for ``rpc_timeout``. When
+   ``step_timeout`` is over, the driver gives up the workers whose stages are busy. If none is busy, it gives up all
+   workers without a result. No other timeout makes it give a worker up.
+6. After the loss of a worker the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier
+   gradient or optimizer step counts. Then `recovery` repeats the journal since the checkpoint.
 
 Hosts apply gradients and steps of optimizers as they carry out each order. All hosts undo a call that fails: gradients
 are then as they were before the call. If an optimizer fails on one worker, the others have taken their step.
@@ -173,7 +173,7 @@ class Crew:
     # ----------------------------------------------------------------------------------------------------- orders
 
     def later(self, name: str, *arguments: Any) -> None:
-        """Have all workers carry out an order before the next one. It replaces an order of the same name."""
+        """Have all workers carry out an order before the next one. A later order of the same name replaces it."""
         self._quiet[name] = arguments
 
     def forget(self, call: int) -> None:

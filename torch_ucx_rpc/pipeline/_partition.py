@@ -175,7 +175,7 @@ def tie(specs: Sequence[StageSpec], named: Mapping[str, nn.Parameter]) -> None:
 
 
 def lent_names(specs: Sequence[StageSpec]) -> dict[str, str]:
-    """Map the full names of tied parameters in the stages that do not own them to their full names in the owners."""
+    """Return the full names of tied parameters in their owners, by their full names in the other stages."""
     owned = {one.number: spec.prefix + one.name for spec in specs for one in spec.ties if one.owner == spec.index}
     return {spec.prefix + one.name: owned[one.number] for spec in specs for one in spec.ties if one.owner != spec.index}
 

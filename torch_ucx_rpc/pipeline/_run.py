@@ -42,7 +42,7 @@ class Failure(NamedTuple):
     doing: str = ""
     """The action, such as "the forward"."""
     is_lost: bool = False
-    """Whether another worker could not be reached, which ``error`` names."""
+    """Whether another worker could not be reached. ``error`` then names that worker."""
     epoch: int = 0
     number: int = 0
     """Number of the message."""

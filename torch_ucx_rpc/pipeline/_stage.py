@@ -107,7 +107,7 @@ class Stage:
         self.ties = [(tie, named[tie.name]) for tie in spec.ties]
         # Whether the two halves of a backward are apart. With rematerialization each would recompute the activations,
         # which costs more than the idle time that it fills. The owner of a tied parameter waits in its own W for the
-        # gradients of the other users. So these must come from an I: a W of a user may come after an action that waits
+        # gradients of the other users. So the users send these in an I: a user's W may come after an action that waits
         # for the owner.
         self.has_halves = not rematerialize and all(tie.owner == spec.index for tie in spec.ties)
         self._chain = _chain_source(spec)

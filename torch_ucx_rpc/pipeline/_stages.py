@@ -177,7 +177,7 @@ class Stages:
             for tie, parameter in stage.ties:
                 if tie.owner == stage.index:
                     for user in tie.users:
-                        # Send a copy: the optimizer may step again before it has been fetched.
+                        # Send a copy: the optimizer may step again before the receiver has fetched the value.
                         value = parameter.detach().clone()
                         self._exchange.send(("V", user, 0, stage.index, tie.number), value)
         for stage in self.by_index.values():

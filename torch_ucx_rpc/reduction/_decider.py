@@ -15,7 +15,7 @@ from torch_ucx_rpc._workers.members import Epoch
 from torch_ucx_rpc.reduction._ledger import Ledger
 from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, Report, Spec, hosts_of, server_of
 
-# DistributedDataParallel makes its buckets in a collective of the second step, so no trainer may be late in the first
+# DistributedDataParallel makes its buckets in a collective of the second step. So no trainer may be late in the first
 # two steps.
 _WHOLE = 2
 

@@ -94,10 +94,10 @@ class Ledger:
         whole: int = 0,
         attempt: int = 0,
     ) -> None:
-        """``hosts`` returns the hosts for a step. ``first`` is any report. The first ``whole`` steps are for all
-        trainers, despite a quorum. ``attempt`` is the last one of a ledger that was dropped in this epoch. ``workers``
-        returns all workers of a job of fixed size that have not certainly ended, members or not. In other jobs,
-        ``elsewhere`` tells whether a living worker outside the epoch has the state of the model, or may have it."""
+        """``hosts`` returns the hosts for a step. ``first`` is any trainer's report. The first ``whole`` steps need all
+        trainers, even with a quorum. ``attempt`` is the last one of a ledger that was dropped in this epoch.
+        ``workers`` returns all workers of a job of fixed size that have not certainly ended, members or not. In other
+        jobs, ``elsewhere`` tells whether a living worker outside the epoch has, or may have, the state of the model."""
         self.openings: list[Opening] = []
         self.left = left
         self.quorum, self._expected = first.quorum, first.expected

@@ -101,7 +101,7 @@ class Opening(NamedTuple):
     generation: int
     step: int
     committed: int
-    # Trainers in the order of ranks, in which hosts add gradients. With a quorum, empty until enough are ready.
+    # Trainers in the order of ranks, in which hosts add gradients. With a quorum, empty until enough of them are ready.
     contributors: tuple[str, ...]
     # The contributors, and late trainers, which get the means and put nothing.
     recipients: tuple[str, ...]

@@ -90,13 +90,13 @@ class Office:
         self._decider: Decider | None = None
         # Messages for an epoch that this worker has not entered, or does not decide yet.
         self._early: list[tuple[int, bool, Callable[[], None]]] = []
-        # Seconds until this worker rejoins the group. They double with each return, and start again once it has been a
-        # member for _MOST_S.
+        # Seconds until this worker rejoins the group. They double with each return, and fall back to the first value
+        # after a membership of _MOST_S.
         self._coming_back_s = _COMING_BACK_S
         self._came_at = 0.0
         self._looks_again = False
         self._called_back = 0.0
-        # The decider asks workers outside the epoch whether they have a model. Questions by model's key and worker.
+        # The decider asks workers outside the epoch whether they have a model: questions by model's key and worker.
         self._asked: dict[tuple[str, str], Future[bool]] = {}
         self.group = members.group("reduction")
         self.group.subscribe(self._enter)
@@ -175,8 +175,8 @@ class Office:
         self.changed.wait(left)
 
     def _at(self, number: int, decides: bool, act: Callable[[], None]) -> None:
-        """Run a function once this worker is in an epoch; with ``decides``, once the decider has the knowledge of all
-        members."""
+        """Run a function once this worker is in this epoch. With ``decides``, the function also waits until the decider
+        has the knowledge of all members."""
         with self.changed:
             is_early = number > self._number()
             if is_early or (decides and number == self._number() and self._decider and not self._decider.is_open):

@@ -1,8 +1,8 @@
 """The spread of work over the shards of a server: whole tensors (`spread`), and buckets of gradients (`plan`, `cut`).
 
 Each bucket goes whole to one host, if that gives the hosts about equal shares. The answer is then the bucket's result,
-without a copy. Otherwise `cut` makes parts of 1 MiB or more from each bucket, one for each host at most. All trainers
-plan alike, since all have the same tensors and buckets.
+without a copy. Otherwise `cut` divides each bucket: at most one part for each host, and at most one for each MiB. All
+trainers plan alike, since all have the same tensors and buckets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _UNEVEN = 1.3
 
 
 def spread(sizes: Sequence[int], shards: int) -> list[int]:
-    """Return a shard for each of these sizes, so that all shards get about as much. All processes get the same
-    result."""
+    """Return a shard for each of these sizes, so that the sums of all shards are about equal. All processes get the
+    same result."""
     loads = [0] * shards
     assignment = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):

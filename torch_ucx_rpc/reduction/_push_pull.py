@@ -40,7 +40,7 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
     than those of the server, and for a quorum above the number of trainers.
 
     Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. Raises it
-    also if all hosts are lost, or if others have closed a step without this trainer, so that it has missed a mean.
+    also if all hosts are lost, or if others have closed a step without this trainer.
 
     Example::
 

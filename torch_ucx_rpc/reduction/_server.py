@@ -211,8 +211,8 @@ def serve(
         checkpoint_every (int): updates between two checkpoints (default: 100).
         name (str): distinguishes servers with the same hosts (default: the hosts' names).
 
-    Raises ValueError for a host that is not a worker of the job (naming similar names), and for other arguments than
-    those of the first trainer. Raises RuntimeError if RPC is not running or all hosts are lost.
+    Raises ValueError, which lists similar names, for a host that is not a worker of the job. Raises ValueError also if
+    the first trainer gave other arguments. Raises RuntimeError if RPC is not running or all hosts are lost.
 
     Example::
 
@@ -249,7 +249,7 @@ def serve(
 def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
     """Register the server with the decider. Returns the numbers of the models in training.
 
-    ``absent`` is the refusal for an absent host, unless others know the server.
+    ``absent`` is the refusal for an absent host. It applies only if no other worker knows the server.
     """
     own = office()
     try:

@@ -150,8 +150,8 @@ class Steps:
     def begin(self, are_equal: bool = False) -> None:
         """Join, either with the first trainers or with the state of another trainer.
 
-        ``are_equal`` means that the first trainers have equal parameters, and that a later trainer cannot begin without
-        another trainer's state.
+        ``are_equal`` means that the first trainers have equal parameters. A later trainer then needs a copy, to take
+        the state of another trainer.
         """
         self._are_equal = are_equal
         try:

@@ -1,4 +1,4 @@
-"""Names for functions that any worker can call, for values, and for the roles of workers.
+"""Names for values and for functions that any worker can call, and calls to all workers of a role.
 
 ::
 

@@ -61,10 +61,10 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
         idempotent (bool): executing a call twice does no harm (default: False). If a replica is lost, its callers then
             repeat their calls with another replica.
 
-    Raises `NameTaken`, which names the owner, if another worker offers the name as a value, or with another
-    ``idempotent``, or if only one of the two functions is decorated with ``async_execution``. Raises `NameTaken` also
-    if this worker offers the name already. Raises TypeError if ``function`` cannot be called, and RuntimeError if no
-    worker decides on names for ``rpc_timeout``. An error leaves all workers' offers as they were.
+    Raises `NameTaken`, which names the owner, if this worker already offers the name, or another worker offers it as a
+    value. All replicas must have the same ``idempotent``, and be decorated with ``async_execution`` or not; else this
+    also raises `NameTaken`. Raises TypeError if ``function`` cannot be called, and RuntimeError if no worker decides on
+    names for ``rpc_timeout``. An error leaves all workers' offers as they were.
 
     Example::
 

@@ -119,8 +119,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
         timeout (float): limit in seconds, 0 for none, as in ``rpc_sync`` (default: ``rpc_timeout``). If the service has
             a parameter of this name, pass that by position.
 
-    If the replica is lost and the service is idempotent, this worker repeats the call with another one, as often as
-    there are replicas. A replica that no longer offers the name has executed nothing, so this worker calls another one.
+    If the replica of an idempotent service is lost, this worker repeats the call with another replica, until none is
+    left. A replica that no longer offers the name has executed nothing, so this worker calls another one.
 
     Raises the service's exception. Raises `UnknownName` if no worker offers the name, and `ReplicasLost` if the replica
     was lost and the call cannot be repeated.
@@ -150,8 +150,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Future[Any]:
     """Do `call` without waiting. Returns a future of the result.
 
-    Raises `UnknownName` at once; the future raises all other errors. If the service has one replica and is not
-    idempotent, this returns the future of ``rpc_async`` with its errors: RuntimeErrors that name the worker.
+    Raises `UnknownName` at once; the future raises all other errors. For a single replica of a service that is not
+    idempotent, this is the future of ``rpc_async``. Its errors are RuntimeErrors that name the worker.
     """
     if timeout is not UNSET_RPC_TIMEOUT:
         check_timeout(timeout)

@@ -26,5 +26,5 @@ def text_of_not_served(worker: str, name: str) -> str:
 
 
 def was_not_served(error: BaseException, worker: str, name: str) -> bool:
-    """Tell whether this worker has refused the name. A service that it executed may have raised the same type."""
+    """Tell whether this worker has refused the name. A service may raise the same type, so the text must fit too."""
     return was_raised_there(error, NotServed) and text_of_not_served(worker, name) in str(error)
