@@ -210,7 +210,7 @@ class DynamicGroup:
             self._replace(place, self._earlier[place]._replace(in_doubt=False))
 
     def _look_up(self, places: Iterable[str]) -> None:
-        """Drop members that have left the list, and doubt those that others have lost since."""
+        """Drop members that have left the list, and note the members that another worker has lost since."""
         with self._expendable.attempt():
             for place in places:
                 record = self._list.at(place)

@@ -127,7 +127,7 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
     verdict = entry.values
     if not members:
         store.set(position, "")
-    # The last request to the Store: rank 0 may end it now.
+    # This is the last request to the Store: rank 0 may end the Store once all workers have sent it.
     store.add(f"read/{verdict.get('by')}", 1)
     if entry.doubt:
         raise refusal(entry, own, verdict.get("judge"))

@@ -44,7 +44,7 @@ STORE_ENDS = (
     "rank 0. For later joins use a Store outside of that process: torchrun's, or a file, init_method='file:///path'."
 )
 
-# A Store answers a new connection within this time. If there is no answer, the port is not a Store's.
+# An idle Store answers a new connection within this time. If a port does not answer, it is most likely not a Store's.
 _ANSWER_S = 10.0
 # A busy Store needs longer. torch's Store looks up the host name of each client, and a DNS server that does not answer
 # costs 5 s or more.

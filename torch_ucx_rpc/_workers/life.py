@@ -173,5 +173,5 @@ class PerLife(Generic[T]):
         return (known := self._known) is not None and known[0].lasts()
 
     def last(self) -> T | None:
-        """Return the latest one, whose life may be over."""
+        """Return the latest `T`, whose life may be over."""
         return None if (known := self._known) is None else known[1]
