@@ -1,9 +1,9 @@
 """By how much do calls that are not answered miss their deadlines, and what do they leave behind?
 
-worker1 answers too late, while threads of both workers keep the two processes and the transport busy with small calls
-and calls of 1 MiB. How long after its deadline does a call fail? 2,000 calls have different deadlines, and 1,000 calls
-have the same one. Then 100,000 calls time out. The resident memory of both workers is compared with their memory after
-the first tenth of these calls. A tenth of the calls and of the late answers have 1 MiB.
+worker1 answers too late. Threads of both workers keep the two processes and the transport busy with small calls and
+calls of 1 MiB. How long after its deadline does a call fail? 2,000 calls have different deadlines, and 1,000 calls have
+the same one. Then 100,000 calls time out. The resident memory of both workers is compared with their memory after the
+first tenth of these calls. A tenth of the calls and of the late answers have 1 MiB.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How many updates a second does a parameter server apply?
 
-Four clients send gradients of 4 KB to a server. The server adds each to a parameter: by an operator that numba compiled
-(`torch_ucx_rpc.native_op`) within a TorchScript function, or by a Python function. Both are measured while the server's
-Python does nothing else, and while a thread of the server computes in Python.
+Four clients send gradients of 4 KB to a server. A function on the server adds each gradient to a parameter. It is
+either a TorchScript function that calls an operator compiled by numba (`torch_ucx_rpc.native_op`), or a Python
+function. Both are measured while the server's Python does nothing else, and while a thread of the server computes in
+Python.
 """
 
 from __future__ import annotations

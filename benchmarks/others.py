@@ -1,9 +1,9 @@
 """How do other libraries do?
 
-The echo of an array of 1 KB and of 64 MiB between two processes on one host, and of 1, 10 and 100 arrays of 1 KB at
-once: RPC on UCX and on TensorPipe, and whichever of Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch are
-installed. ``tools/record_benchmarks.sh`` installs them into a separate environment. The lanes that carried the bytes
-are printed and kept. Wrong lanes are a failure. `peers` has a program for each library.
+Two processes on one host echo an array of 1 KB, an array of 64 MiB, and 1, 10 and 100 arrays of 1 KB at once. They use
+RPC on UCX and on TensorPipe, and the installed ones of Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch.
+``tools/record_benchmarks.sh`` installs these into a separate environment. The benchmark prints and keeps the lanes that
+carried the bytes. Wrong lanes are a failure. `peers` has a program for each library.
 
     BENCH_PEERS_PYTHON=.venv-peers/bin/python python -m benchmarks.others
 """

@@ -5,9 +5,9 @@
   with the same schedule.
 * MAKESPAN: eight stages that sleep for 5 ms in the forward and 10 ms in the backward, compared with the ideal of the
   schedule. The ideal uses the real durations of the sleeps.
-* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them again. Both are
-  compared with steps of the same model in one process with `torch.utils.checkpoint`: the ratio of forward to backward
-  depends on the model.
+* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them again. The ratio of
+  the times depends on the model. So it is compared with that of the same model in one process with
+  `torch.utils.checkpoint`.
 * RECOVERY: a stage is killed in a step. How long does that step take until a spare has taken over?
 """
 

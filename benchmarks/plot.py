@@ -2,9 +2,9 @@
 
     python -m benchmarks.plot FILE [--folder docs/figures]
 
-It plots latency, throughput and memory over the size, a call's share and memory over the calls in flight, and the life
-of a job over its workers: medians over the rounds, and bands from the lowest to the highest. It also plots latency and
-throughput of other libraries: medians, with whiskers.
+It plots latency, throughput and memory over the size; a call's share and memory over the calls in flight; and the life
+of a job over its workers. Lines are medians over the rounds, and bands go from the lowest to the highest round. It also
+plots latency and throughput of other libraries: medians, with whiskers.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 DELAY_S = 50e-6
 BYTES_PER_S = 10e9 / 8
-# The time that a request takes in the one thread of torch's Store, measured with clients that ask for the presence of a
-# key.
+# The seconds that the one thread of torch's Store needs for a request. They were measured with clients that ask whether
+# a key is present.
 SERVE_S = 11e-6
 # The bytes of a request or an answer without its keys and values.
 FRAME_BYTES = 80

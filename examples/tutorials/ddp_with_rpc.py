@@ -16,8 +16,8 @@ TRAINERS = 2
 MASTER = TRAINERS
 SERVER = TRAINERS + 1
 
-# These live as long as the process: in torch 2.13, the end of a DDP module can wait for a thread that waits for the
-# GIL.
+# The models stay here for the life of the process. In torch 2.13, the end of a DDP module can wait for a thread that
+# waits for the GIL.
 models = []
 
 

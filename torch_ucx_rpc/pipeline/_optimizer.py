@@ -134,7 +134,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Take over the options that `groups_by_name` returned. Raises ValueError for another number of groups."""
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"the state is of {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}"
+                f"the state has {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}"
             )
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key not in {"params", "param_names"}})

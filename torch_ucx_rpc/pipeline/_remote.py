@@ -93,7 +93,7 @@ class RemoteModel:
             for call in [rpc.rpc_async(worker, _host.progress, ("", None), timeout=0) for worker in workers]:
                 call.wait()
         except RuntimeError as error:
-            raise PipelineError(f"a worker of {', '.join(sorted(workers))} cannot be reached: {error}") from error
+            raise PipelineError(f"one of {', '.join(sorted(workers))} cannot be reached: {error}") from error
         for row in rows:
             place = crew.places[row]
             config = HostConfig(

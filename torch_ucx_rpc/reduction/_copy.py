@@ -39,7 +39,7 @@ class ModelCopy:
         assert module is not None
         own, theirs = module.state_dict(), state["module"]
         if _shapes(own) != _shapes(theirs):
-            raise ValueError("the trainers of a server must have the same model; this one's has other parameters")
+            raise ValueError("the trainers of a server must have the same model; this trainer's has other parameters")
         # During a backward the graph holds these tensors, so their versions must not change.
         with torch.no_grad():
             for name, value in own.items():
