@@ -262,7 +262,7 @@ def figures(printed: str) -> list[Any]:
     return found
 
 
-# The steps of each command.
+# Commands of `probe` that show facts about the machine.
 _LOOK = (
     ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current", "--format=csv"),
     ("nvidia-smi", "nvlink", "--status"),
@@ -316,6 +316,7 @@ def test_hangs():
     the_test_that_hangs()
 """
 
+# The steps of each command.
 COMMANDS: dict[str, dict[str, Step]] = {
     "first": {
         "environment": Step(Check.environment, 30, 100),

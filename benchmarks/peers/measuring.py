@@ -26,7 +26,7 @@ PROGRAMS = {
 Figures = dict[str, object]
 
 SMALL = np.random.default_rng(0).random(128)
-# How often each array is measured.
+# Each array, and how often it is measured.
 ARRAYS: dict[str, tuple[np.ndarray, int]] = {"1 KB": (SMALL, 1000), "64 MiB": (np.ones(2**26, dtype=np.uint8), 7)}
 IN_FLIGHT = (1, 10, 100)
 

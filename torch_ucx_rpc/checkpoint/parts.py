@@ -206,7 +206,7 @@ def _answer_of(worker: str, future: Any, until: float) -> Any:
             question.value()
             question = None
         if question is None:
-            # A call with rpc_timeout.
+            # This call fails after rpc_timeout.
             question = rpc.rpc_async(worker, own_name)
     return future.value()
 

@@ -90,7 +90,7 @@ class Batches:
         changes = self.model.training
         results = self._run(requests, changes=changes and not grad)
         if changes and grad:
-            # A repetition repeats random numbers and statistics, and has no backward.
+            # A repetition is for random numbers and statistics only, so it needs no backward.
             self._recovery.record(self._crew.each, "run", [(one._replace(grad=False),) for one in requests])
         return request.call, inputs, results[self._crew.worker_of[-1]]["outputs"]
 

@@ -77,7 +77,7 @@ def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
 
 
 def _separate(module: nn.Module, names: Iterable[str]) -> None:
-    """Give tied parameters copies of their own: pickled together, stages of one worker would share them."""
+    """Give tied parameters copies of their own. Stages of one worker are pickled together, and would share them."""
     named = dict(module.named_parameters(remove_duplicate=False))
     copies = {id(named[name]): nn.Parameter(named[name].detach().clone(), named[name].requires_grad) for name in names}
     for part in module.modules():

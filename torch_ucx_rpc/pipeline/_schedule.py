@@ -213,7 +213,7 @@ def _class_of(name: str) -> Any:
 
 
 def _read(rows: Iterable[Iterable[Any]]) -> Sequence[Row]:
-    """Take over torch's own actions, by their text."""
+    """Return the rows of torch's own actions. Their text has the format of `_parse`."""
     return _parse("\n".join(",".join("" if cell is None else str(cell) for cell in row) or "," for row in rows))
 
 

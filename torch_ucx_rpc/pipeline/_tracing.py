@@ -148,7 +148,7 @@ def _traced(
 class _FlatTracer(fx.Tracer):
     """Trace through all modules, down to the operators."""
 
-    # Otherwise torch would carry out writes to a buffer once, now, and leave them out of the graph.
+    # Otherwise torch would carry out writes to a buffer once, while it traces, and leave them out of the graph.
     proxy_buffer_attributes = True
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:

@@ -103,7 +103,7 @@ class Ledger:
         self.quorum, self._expected = first.quorum, first.expected
         self._key, self._epoch, self._ranks, self._spec, self._hosts = key, epoch, ranks, spec, hosts
         self._workers, self._elsewhere, self._whole = workers, elsewhere, whole
-        # No trainer in the epoch has the state, but one outside of it may have it.
+        # True while no trainer in the epoch has the state, but a worker outside the epoch may have it.
         self._is_asking = False
         self.attempt = attempt
         self._opening: Opening | None = None

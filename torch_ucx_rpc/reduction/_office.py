@@ -38,7 +38,7 @@ _LOOK_AGAIN_S = 0.02
 _COMING_BACK_S, _MOST_S = 1.0, 60.0
 # Seconds between two searches for restarted hosts.
 _CALLING_BACK_S = 0.5
-# Seconds after which the decider asks a worker outside the epoch for its state again.
+# Seconds after which the decider asks a worker outside the epoch again whether it has a model.
 _ASKING_S = 5.0
 
 
