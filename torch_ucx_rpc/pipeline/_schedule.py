@@ -235,7 +235,7 @@ def _check(rows: Sequence[Row], workers: int, stages: int, micro_batches: int) -
                 raise ScheduleError(
                     f"{action} in line {line} of the schedule is beyond the stages, 0 to {stages - 1}, or the "
                     f"micro-batches, 0 to {micro_batches - 1}: write the schedule for chunks={micro_batches}, or give "
-                    f"a batch with at least one sample for each micro-batch of the schedule."
+                    f"a batch of as many samples at least as the schedule has micro-batches."
                 )
             if homes.setdefault(action.stage, line) != line:
                 raise ScheduleError(

@@ -47,7 +47,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backwa
 def check_path(path: str | os.PathLike[str]) -> None:
     """Raise ValueError unless the path ends in .json."""
     if Path(path).suffix.lower() != ".json":
-        raise ValueError(f"{os.fspath(path)!r}: the path of a Chrome trace must end in .json")
+        raise ValueError(f"{os.fspath(path)!r}: a trace is a Chrome trace, with a path that ends in .json")
 
 
 def write_chrome(path: Any, events: Events, workers: Sequence[str]) -> None:
