@@ -40,7 +40,7 @@ class Other:
     name: str
     # The module to import for the library.
     module: str
-    # A pattern of the lanes that it must use.
+    # A regular expression for the lanes that the library must use.
     lanes: str
     launcher: tuple[str, ...] = ()
 

@@ -132,7 +132,7 @@ SUMMARIES = {
             Row("2 workers, forked", "life", "2 workers, in sum", "s"),
             Row("24 workers, forked", "life", "24 workers, in sum", "s"),
             Row("64 workers, forked", "life", "64 workers, in sum", "s"),
-            Row("24 workers, from the command on", "launched", "24 workers", "s"),
+            Row("24 workers, from the command to the end", "launched", "24 workers", "s"),
         ),
         ON_ONE_HOST,
     ),

@@ -150,7 +150,7 @@ def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
     begins = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions if function is not None]
     this = str(threading.get_native_id())
     try:
-        # The last number is the address in the program; a thread that runs has none.
+        # The last number is the program counter. A running thread has none.
         others = [task for task in tasks.iterdir() if task.name != this]
         where = [(task / "syscall").read_text(encoding="ascii").split()[-1] for task in others]
     except OSError:

@@ -106,7 +106,7 @@ def taken_files(folder: Path) -> dict[str, str]:
 
 
 def assert_same_as_python(program: list[str], cwd: Path, **variables: str) -> None:
-    """Run ``program`` under Python, in a forked worker, and in a worker by exec, and compare."""
+    """Run ``program`` under Python, in a forked worker, and in a worker started by exec, and compare."""
     python = completed([sys.executable, *program], cwd, {**variables, "RANK": "0"})
     files = taken_files(cwd)
     pids = re.compile(r"pid \d+|0x[0-9a-f]+")

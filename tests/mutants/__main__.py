@@ -1,4 +1,4 @@
-"""From the arguments to the report.
+"""Test the mutants that the arguments select, and report.
 
     python -m tests.mutants                        all
     python -m tests.mutants --python | --cpp       mutants in Python, which need no build; mutants in C++

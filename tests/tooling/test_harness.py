@@ -89,7 +89,7 @@ def test_expected_ends_and_output_are_no_failure() -> None:
     assert "ended with exit code 3" in account_of(leave, 3, exit_codes={1: 4})
     assert run_workers(2, leave, 3, init=False, exit_codes={1: 3}) == [None, None]
     run_workers(2, say, "something is wrong", "stderr", init=False, silent=False)
-    # The agent's warning that GPU tensors go over TCP is no failure of a test over TCP.
+    # The agent's warning that GPU tensors go over TCP does not fail a test over TCP.
     assert SAID_OVER_TCP in (CSRC / "messaging" / "messenger.cpp").read_text(encoding="utf-8").replace('"\n', "")
     run_workers(2, say, SAID_OVER_TCP, "stderr", init=False, transport=Transport.TCP)
     # Warnings from other packages fail nothing, neither in a worker nor in this process.

@@ -72,7 +72,7 @@ def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
 
 
 def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
-    """Make the maps for the replies of the worker of this name, by caller."""
+    """Return the device maps for the replies of the worker ``name``, by caller."""
     maps = {
         caller.name: reply_map(caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {}))
         for caller in members

@@ -254,7 +254,7 @@ class Statistics:
     pool_misses: int = field(metadata=_counter("large tensors that found no idle receive buffer", "tensors"))
     device_pool_in_use_bytes: int = field(
         metadata=_gauge(
-            "memory of CUDA devices that received tensors live in; memory of torch's own allocator is not counted, see "
+            "CUDA memory that holds received tensors; memory of torch's own allocator is not counted, see "
             "``torch.cuda.memory_stats``",
             "bytes",
         )
@@ -264,7 +264,8 @@ class Statistics:
     )
     device_staged_bytes: int = field(
         metadata=_counter(
-            "device tensors sent to workers of this host through pinned host memory, since UCX cannot share theirs",
+            "device tensors sent to workers of this host through pinned host memory, since UCX cannot share their "
+            "memory",
             "bytes",
         )
     )

@@ -115,7 +115,7 @@ class Group:
         return (name, life) in self._known.ended
 
     def not_ended(self) -> set[str]:
-        """Return all workers of a job of fixed size that have not certainly ended, as far as this one knows.
+        """Return the workers of a job of fixed size, except those known to have ended.
 
         It also asks the ports of workers outside the epoch whether those workers have ended.
         """
@@ -301,8 +301,8 @@ class Group:
                     done.value()
                 except RuntimeError as error:
                     _logger.debug("group %r: %s has not heard: %s", self.name, info.name, error)
-                    # TensorPipe's agent does not report the end of a worker. An end counts only if this worker sees
-                    # it soon.
+                    # TensorPipe's agent does not report the end of a worker. So ask now: an end counts only if this
+                    # worker sees it soon.
                     for one in self._epochs.epoch.members:
                         if one.name == info.name:
                             self._known.ask_after(one)

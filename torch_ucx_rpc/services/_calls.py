@@ -48,7 +48,7 @@ class Replica:
 
 
 class Route:
-    """The way to call a name."""
+    """The replicas of a name, and how to call them."""
 
     __slots__ = ("_turn", "function", "idempotent", "is_plain", "name", "only", "replicas")
 

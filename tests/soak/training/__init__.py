@@ -237,7 +237,7 @@ class Job:
 
     def _signal(self, name: str, number: int) -> None:
         pid = self._processes[name].pid
-        # On a host a process waits for the worker, its only child.
+        # On a virtual host, ``pid`` is a process that waits for the worker, its only child.
         child = Path(f"/proc/{pid}/task/{pid}/children").read_text() if self._hosts else ""
         os.kill(int(child or pid), number)
 

@@ -137,7 +137,8 @@ class Starter:
             command = [sys.executable, "-IS", str(_PROCESS), json.dumps(settings)]
         self._output = os.fdopen(reader, "rb", buffering=0)
         with there, os.fdopen(writer, "wb") as output:
-            # Workers inherit Python's streams, which depend on the kind of file. So use a pipe, as workers have.
+            # Python sets up stdout and stderr by the kind of file, and workers inherit them. So use a pipe, as workers
+            # have.
             self._process = subprocess.Popen(
                 command,
                 env=environ,

@@ -337,7 +337,8 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   an endpoint    local        the next message makes another endpoint
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
 //
-// A message that has left in part never strands. At its first error, withdraw() tells the receiver, unless it is a put.
+// A message that has left in part never strands. At its first error, withdraw() tells the receiver, unless the message
+// is a put.
 // Once the peer is gone or the outbox is closed, nothing strands, and no frame tells the receiver.
 //
 // A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends

@@ -17,7 +17,7 @@ constexpr auto kPeriod = std::chrono::milliseconds(20);
 // How many rounds this worker waits for a peer to announce or send something again, before it asks for that.
 constexpr unsigned kRoundsToAsk = 25;
 
-// How many rounds then lie between two attempts to close an end that the peer has given up.
+// How many rounds lie between two attempts to close an end that the peer has given up.
 constexpr unsigned kRoundsToClose = 5;
 
 // How often the log says that messages cannot be sent.

@@ -83,8 +83,8 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   // Fails a call on an agent thread, where callbacks may run. If the call was to make an RRef, and the failure concerns
   // its message only, tells the owner first.
   void failLater(CallTable::Call call, const RpcFailure& why);
-  // Continues a call that has not made its RRef, until the owner has made one whose value is the failure (see
-  // failed_rref.h). Called again if the owner could not take the failure.
+  // Keeps a call open that has not made its RRef, and sends the owner the failure. The owner makes an RRef whose value
+  // is the failure (see failed_rref.h). Called again if the owner could not take the failure.
   void tellOwner(CallTable::Call call, std::string failure);
   // Sends the owner the failure. False if torch does not know the RRef yet.
   bool sendFailure(CallTable::Call& call);

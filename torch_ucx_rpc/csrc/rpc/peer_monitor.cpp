@@ -61,8 +61,8 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
 //   the same, and Peer::mayResume                  onBroken(), then a refusal of its lifeline, or silence
 //   a control frame that cannot be sent            onControlNotSent(), onFailure()
 //
-// All but the first and the last go through EventBuffer::addFailure(), and so come after everything that has arrived:
-// what the peer sent before its end counts.
+// All but the first and the last go through EventBuffer::addFailure(), and so come after everything that has arrived.
+// So what the peer sent before its end counts.
 void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
   // An end may be seen in several ways at once. Only the call that moves the state goes on, so observers learn of it
   // once.

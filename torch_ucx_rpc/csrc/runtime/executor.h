@@ -32,8 +32,8 @@ class Leader {
 };
 
 // The agent's threads. A thread that has no task may lead: it drives progress, and the events it finds become tasks. It
-// then steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead,
-// so the other one stands guard, and no thread has to be woken. If there is no other leader, an idle thread is woken.
+// then steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead:
+// if one steps down, the other already waits for events. If there is no other leader, an idle thread is woken.
 // Whenever a thread runs a task, another one leads or is on its way. Thread-safe.
 //
 // There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time,
@@ -183,7 +183,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   Task shedOldestLocked();
   void beginNesting(Nesting& begun);
   void endNesting(Nesting& ended);
-  // Whether a thread is idle, or may be made freely.
+  // Whether a thread is idle, or another thread may be made.
   bool hasSpareLocked() const {
     return !idle_.empty() || threads_ < coreThreads_;
   }

@@ -104,7 +104,7 @@ class Progress {
   // Ends the driving of the waiting caller. Leaves the transport armed or polled, or else wakes another driver.
   void endDriving();
   // Sleeps without the lock, with the transport armed, until there may be something to do. False: this leader is not
-  // needed, or the waiting caller was interrupted or has slept for the longest time.
+  // needed, or the waiting caller was interrupted or has slept as long as it may.
   bool rest(Role role, IsDone& isDone, bool& wasWoken);
 
   void letCallerRise() const;

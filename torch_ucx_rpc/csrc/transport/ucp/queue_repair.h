@@ -21,10 +21,10 @@ std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 // SharedMemoryQueue).
 //
 // An unmarked slot may also belong to a slow writer. QueueRepair skips the slot only when no thread can still be
-// writing it. Every thread of every process that has the queue mapped must show that it is not writing, after the slot
-// was first seen unmarked. A thread shows that if it is in a system call, has ended, or has run for longer than any
-// copy of a message takes. "Asleep" alone proves nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop
-// may hold a thread in the middle of writing.
+// writing it. It first sees the slot unmarked. Then every thread of every process that maps the queue must show that it
+// is not writing. A thread shows that if it is in a system call, has ended, or has run for longer than any copy of a
+// message takes. "Asleep" alone proves nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a
+// thread in the middle of writing.
 //
 // If some thread does not show this, QueueRepair skips nothing. The state becomes kUnrepairable after a bounded number
 // of scans.
