@@ -144,6 +144,18 @@ TEST_F(OutboxTest, OneActiveMessageForTheBodyAndOneForEachPieceOfASpan) {
   EXPECT_EQ(peer_.bytesSent.load(), 10 + span.size());
 }
 
+TEST(OutgoingMessageTest, ASpanOfAnySizeHasAtMostAsManyPiecesAsAllowed) {
+  constexpr size_t kMostUsual = OutgoingMessage::kMaxPieces * OutgoingMessage::kPieceBytes;
+  const std::byte first{};
+  for (const size_t bytes : {size_t{1}, kMostUsual, kMostUsual + 1, 2 * kMostUsual, 2 * kMostUsual + 1}) {
+    OutgoingMessage message;
+    message.spans.push_back({{&first, bytes}}); // address() does not read the bytes
+    message.address(Kind::kRequest, 100, 0, 101, 1);
+    EXPECT_LE(message.pieces.size(), OutgoingMessage::kMaxPieces) << bytes << " bytes";
+    EXPECT_EQ(message.pieces.back().header.place.offset + message.pieces.back().bytes.size(), bytes);
+  }
+}
+
 TEST_F(OutboxTest, BodyIsEagerUpToItsLimitUnlessItWaitsForRoom) {
   send(Kind::kRequest, 1, OutgoingMessage::kEagerBodyBytes);
   send(Kind::kRequest, 2, OutgoingMessage::kEagerBodyBytes + 1);

@@ -2,6 +2,7 @@
 
 #include "wire/body.h"
 
+#include <algorithm>
 #include <string>
 
 namespace torch_ucx_rpc {
@@ -42,7 +43,7 @@ void OutgoingMessage::address(
     piece.header.place = {0, span.bytes.size()};
     const size_t usual = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
     // A multiple of the usual size, such that at most kMaxPieces pieces result.
-    const size_t most = usual * (1 + piece.bytes.size() / (usual * kMaxPieces + 1));
+    const size_t most = usual * (1 + (std::max<size_t>(piece.bytes.size(), 1) - 1) / (usual * kMaxPieces));
     while (piece.bytes.size() > most) {
       pieces.push_back(piece);
       pieces.back().bytes = piece.bytes.first(most);
