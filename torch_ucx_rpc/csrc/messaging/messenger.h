@@ -95,6 +95,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Error checkContent(const IncomingMessage& message);
 
   bool lead() override; // the executor's threads call it
+  // Destroys sent messages that wait for a thread that runs anyway, and holds none of torch's locks.
+  void destroySent() {
+    sentMessages_.destroyWaiting();
+  }
   // For operations under the worker lock, for threads that drive while they wait, and to wake those threads.
   Progress& progress() {
     return progress_;

@@ -160,6 +160,7 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
       [this, hold = std::move(hold), call = std::move(*call), answer = std::move(answer)]() mutable {
         complete(std::move(call), std::move(answer));
         messenger_.progress().wakeWaitingCaller(); // a sleeping caller may wait for this call
+        messenger_.destroySent();
       });
 }
 

@@ -15,8 +15,6 @@ namespace {
 // rounds without a new absence.
 constexpr auto kUnarmedPeriod = std::chrono::milliseconds(1);
 constexpr int kQuietRounds = 20;
-// About the time that a thread needs to wake up.
-constexpr auto kRising = Spinning::kWakeUp;
 
 // How many times a driver that is about to leave looks for more events. It leaves the rest to another driver.
 constexpr int kMaxRounds = 8;
@@ -157,6 +155,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     hasWaitingCaller_.store(true);
   }
   drivers_.fetch_add(1);
+  drives_.fetch_add(1);
   std::unique_lock lock = lockWorker();
   unarmedSince_.store(0); // this thread is back: a leader that polls need not take over
   if (leftAt != Clock::time_point{}) {
@@ -256,7 +255,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 //   leader          false  at once: another leader sleeps, and so does a waiting caller
 //                   true   woken, or the longest sleep is over; then, where need be, after pollUnarmed()
 //
-// A leader polls if a driver has left in between. pollUnarmed() ends when a driver is away for long, when the other
+// A leader polls if a driver has left in between, or if it has passed a wake-up on. pollUnarmed() ends when a driver is away for long, when the other
 // drivers have armed and gone, when there is something to do here, or when no driver has left for kQuietRounds rounds.
 // This thread drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
@@ -275,24 +274,14 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   }
   ++leadersAsleep_;
   const uint64_t absences = absences_.load();
-  if (mustPassOn) {
-    letCallerRise();
-  } else {
+  if (!mustPassOn) {
     wasWoken = sleep() == WaitSet::Slept::kUntilWoken;
   }
-  if (absences_.load() != absences) {
+  if (mustPassOn || absences_.load() != absences) {
     pollUnarmed(isDone);
   }
   --leadersAsleep_;
   return true;
-}
-
-// Stays out of the wait set until the waiting caller has taken its wake-up. If that takes long, the wake-up may be
-// passed on again.
-void Progress::letCallerRise() const {
-  for (int nap = 0; nap < kQuietRounds && isWaitingCallerAsleep_.load(); ++nap) {
-    std::this_thread::sleep_for(kRising);
-  }
 }
 
 bool Progress::leaveUnarmedLocked(Role who) {
@@ -309,14 +298,18 @@ bool Progress::leaveUnarmedLocked(Role who) {
 void Progress::pollUnarmed(IsDone& isDone) {
   isPolledUnarmed_.store(true);
   uint64_t absences = absences_.load();
+  uint64_t drives = drives_.load();
   for (int quiet = 0; quiet < kQuietRounds; ++quiet) {
     std::this_thread::sleep_for(kUnarmedPeriod);
     queueWatches();
     const Time since = unarmedSince_.load();
     const bool isAway =
         since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kShortAbsence;
-    // Only leaders that rest are left: the others have armed the transport and gone.
-    const bool isUnattended = since == 0 && drivers_.load() == leadersAsleep_.load();
+    // Only leaders that rest are left: the others have armed the transport and gone. In a loop of calls the caller is
+    // away for moments, and comes back between two looks.
+    const uint64_t drivesNow = drives_.load();
+    const bool isUnattended = since == 0 && drivesNow == drives && drivers_.load() == leadersAsleep_.load();
+    drives = drivesNow;
     if (isAway || isUnattended || isDone() || hasPending()) {
       break;
     }

@@ -107,8 +107,6 @@ class Progress {
   // needed, or the waiting caller was interrupted or has slept as long as it may.
   bool rest(Role role, IsDone& isDone, bool& wasWoken);
 
-  void letCallerRise() const;
-
   // Advances the transport. A callback that throws, for lack of memory, counts as an advance too.
   unsigned advanceLocked();
   Spinning::Awaited awaitedLocked() const;
@@ -155,6 +153,7 @@ class Progress {
   std::atomic<size_t> queued_{0}; // operations in queue_, readable without its mutex
   std::atomic<bool> isStartRequested_{false};
   std::atomic<int> drivers_{0}; // threads in drive()
+  std::atomic<uint64_t> drives_{0}; // how often a thread has begun drive()
   std::atomic<int> sleepers_{0}; // of these, those in rest()
   std::atomic<int> leadersAsleep_{0}; // of these, leaders that stand guard; also while they poll
   using Time = Spinning::Clock::rep; // since the clock's epoch
