@@ -90,7 +90,7 @@ class Member:  # write only: a read would decode the last four, which are bytes,
     boot_id: str
     pid_namespace: int
     process_start_time: int
-    user: int
+    user: str
     lifeline_host: str
     lifeline_port: int
     session: int

@@ -285,7 +285,7 @@ def check_torch_version(built_for: str, running: str, listing: Path = _HEADERS, 
         changed = changed_headers(listing, include or Path(torch.__file__).parent / "include")
         if not changed:
             return
-        difference = f", whose header {changed[0]} is another"
+        difference = f", whose header {changed[0]} differs"
     wheel = (
         f"install the wheel for it (pip install torch_ucx_rpc 'torch=={minor_release(here)}.*') from the index that "
         f"this one is from, "

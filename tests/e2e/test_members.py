@@ -184,7 +184,7 @@ def meet_unless_absent(rank: int, present: set[int]) -> str:
 def test_absent_and_present_ranks_are_named_everywhere() -> None:
     first, *others = run_workers(6, meet_unless_absent, {0, 1, 4}, init=False)
     assert "has waited 3 s (init_timeout) for all 6 workers" in first
-    assert "these ranks have not come: 2-3, 5. Present are the ranks 0-1, 4 on " in first
+    assert "these ranks have not come: 2-3, 5. Ranks that have come: 0-1, 4 on " in first
     assert others == [first, "absent", "absent", first, "absent"]
 
 
@@ -195,7 +195,7 @@ def meet_in_a_file_without_rank_0(process: int, file: Path) -> str:
 def test_an_absent_rank_0_is_named_too(tmp_path: Path) -> None:
     for error in run_workers(2, meet_in_a_file_without_rank_0, tmp_path / "store", init=False):
         # There is no verdict of rank 0, so the other worker may have given up just before.
-        assert re.search(r"these ranks have not come, or have given up: 0(-1|, 2)?\. Present are the ranks [12]", error)
+        assert re.search(r"these ranks have not come, or have given up: 0(-1|, 2)?\. Ranks that have come: [12]", error)
 
 
 def lose_rank_0(rank: int) -> str:

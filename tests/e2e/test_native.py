@@ -123,7 +123,7 @@ def test_a_patch_release_with_another_header_is_noticed(copied: Path) -> None:
     (copied / "_torch_headers.txt").write_text(f"{'0' * 64}  {RPC_AGENT}\n")
     message = import_error(copied)
     assert f"built for torch {other_patch_release()} and this is torch {torch.__version__}" in message
-    assert f"whose header {RPC_AGENT} is another" in message
+    assert f"whose header {RPC_AGENT} differs" in message
 
 
 def test_an_older_ucx_is_noticed(copied: Path) -> None:

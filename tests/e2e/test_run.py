@@ -324,7 +324,7 @@ time.sleep(60)
     done = run("-n", 2, "--max-restarts", 1, "-c", code)
     assert done.returncode == 1
     assert "restart 1 of 1 of all workers, since worker0 (pid" in done.stderr
-    assert "the others have been ended, since worker1 (pid" in done.stderr
+    assert "the others were ended, because worker1 (pid" in done.stderr
     assert done.stderr.splitlines()[-1] == "the cause of attempt 1 of 1"
     # The output ends with the traceback of that worker in that attempt.
     assert done.stderr.count("the cause of attempt 0") == 1
@@ -377,8 +377,11 @@ def test_without_a_gpu_workers_per_gpu_are_refused(monkeypatch: pytest.MonkeyPat
         ("--role a/b=1 -c pass", "--role a/b: a worker cannot have that name, only letters, digits, _, - and :"),
         ("--role größe=1 -c pass", "--role größe: a worker cannot have that name"),
         (f"--role {'a' * 101}=1 -c pass", "at most 100 of them"),
-        ("--role default=2 -c pass", "--role default: torchrun calls workers without a role so; choose another name"),
-        ("--role default_role=2 -c pass", "torchrun calls workers without a role so"),
+        (
+            "--role default=2 -c pass",
+            "--role default: torchrun uses this name for workers without a role; choose another name",
+        ),
+        ("--role default_role=2 -c pass", "torchrun uses this name for workers without a role"),
         ("--role worker1=1 --role worker=11 -c pass", "of worker1 and of worker would both be worker10: rename one"),
         ("-n 3 --role ps=2 -c pass", "-n 3, and the roles are for 2 workers"),
         ("-n 2 --rdzv a:1 -c pass", "--rdzv and --node-rank are for several machines"),

@@ -192,7 +192,7 @@ def test_prometheus_reads_the_statistics() -> None:
 def test_taken_port_fails_init_rpc_and_a_retry_works(rank: int) -> None:
     with socket.create_server(("0.0.0.0", 0)) as other:
         options = backend_options(prometheus_port=other.getsockname()[1])
-        with pytest.raises(JoinFailed, match="that port cannot be had"):
+        with pytest.raises(JoinFailed, match="that port is not available"):
             init_rpc(rank, rpc_backend_options=options)
     init_rpc(rank, rpc_backend_options=backend_options(prometheus_port=0))
     port = statistics().prometheus_port

@@ -168,7 +168,7 @@ def test_patch_release_with_another_header_is_refused(
     with pytest.raises(ImportError, match="build it again") as refused:
         _native.check_torch_version("2.13.0", "2.13.1", listing, include)
     message = str(refused.value)
-    assert f"built for torch 2.13.0 and this is torch 2.13.1, whose header {RPC_AGENT} is another: " in message
+    assert f"built for torch 2.13.0 and this is torch 2.13.1, whose header {RPC_AGENT} differs: " in message
     assert "pip install torch_ucx_rpc" not in message
     # The headers do not matter for the build's own release, or for another minor release.
     _native.check_torch_version("2.13.0+cpu", "2.13.0+cu130", listing, include)

@@ -435,7 +435,7 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> JoinTimed
     not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
     return JoinTimedOut(
         f"init_rpc has waited {deadline.timeout:g} s (init_timeout) for all {own.world_size} workers, and these ranks "
-        f"{not_come}: {_numbers(absent)}. Present are the ranks {present}. Check that every worker has been "
+        f"{not_come}: {_numbers(absent)}. Ranks that have come: {present}. Check that every worker has been "
         f"started and got as far as init_rpc, with the same world_size and init_method; or give them more time, a "
         f"larger init_timeout.",
         timeout=deadline.timeout,

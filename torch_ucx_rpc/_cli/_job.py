@@ -64,7 +64,7 @@ class Failure(Exception):
     is_final: bool = False
 
     def __str__(self) -> str:
-        return f"the others have been ended, since {self.reason}"
+        return f"the others were ended, because {self.reason}"
 
 
 class WorkerNames(LogsSpecs):

@@ -126,7 +126,7 @@ def _check_names(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
                 f"--role {role}: a worker cannot have that name, only letters, digits, _, - and :, at most 100 of them"
             )
         if role in NO_ROLES:
-            arguments.error(f"--role {role}: torchrun calls workers without a role so; choose another name")
+            arguments.error(f"--role {role}: torchrun uses this name for workers without a role; choose another name")
         for index in range(count):
             name = f"{role}{index}"
             owner = owners.setdefault(name, role)

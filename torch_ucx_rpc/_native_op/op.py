@@ -128,7 +128,7 @@ def _check(text: str, schema: Any) -> None:
         and argument.alias_info.before_set == result.alias_info.before_set
         for argument in schema.arguments
     ):
-        raise refuse("the tensor it returns is said to be memory of an argument, but none is marked as written so")
+        raise refuse("the tensor it returns is said to be memory of an argument, but no written argument has that mark")
 
 
 def _kind(argument: Any) -> str:

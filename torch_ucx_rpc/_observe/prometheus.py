@@ -53,7 +53,7 @@ def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> End
         server, thread = prometheus_client.start_http_server(port, registry=registry)
     except OSError as error:
         raise JoinFailed(
-            f"{why}, and that port cannot be had ({error.strerror}): another program, or another job's worker, may "
+            f"{why}, and that port is not available ({error.strerror}): another program, or another job's worker, may "
             f"listen there; choose another prometheus_port, or 0 for any that is free."
         ) from error
     return Endpoint(server.server_port, server, thread)
