@@ -255,9 +255,9 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 //   leader          false  at once: another leader sleeps, and so does a waiting caller
 //                   true   woken, or the longest sleep is over; then, where need be, after pollUnarmed()
 //
-// A leader polls if a driver has left in between, or if it has passed a wake-up on. pollUnarmed() ends when a driver is away for long, when the other
-// drivers have armed and gone, when there is something to do here, or when no driver has left for kQuietRounds rounds.
-// This thread drives then, and so takes over or arms.
+// A leader polls if a driver has left in between, or if it has passed a wake-up on. pollUnarmed() ends when a driver is
+// away for long, when the other drivers have armed and gone, when there is something to do here, or when no driver has
+// left for kQuietRounds rounds. This thread drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
     // After kForNothing the waiting caller's thread looks for Ctrl-C, and then drives again.
