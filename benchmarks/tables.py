@@ -77,6 +77,14 @@ class Summary:
     contenders: tuple[str, ...] = ()
     has_spread: bool = False
 
+    @property
+    def ratio_heading(self) -> str:
+        references = {row.reference for row in self.rows if row.reference}
+        if references == {harness.TENSORPIPES}:
+            return "ratio to the better TensorPipe"
+        [only, *others] = references
+        return f"ratio to {only}" if isinstance(only, str) and not others else "ratio"
+
 
 UCX, TENSORPIPE, TENSORPIPE_UV, UCX_TCP = "UCX", "TensorPipe", "TensorPipe, uv", "UCX, tcp"
 ON_ONE_HOST = (UCX, TENSORPIPE, TENSORPIPE_UV)
@@ -285,8 +293,7 @@ class Run:
 
     def summary(self, summary: Summary) -> Iterator[str]:
         columns = summary.contenders or ("measured", "compared with")
-        ratio_to = "ratio to the better" if set(ON_ONE_HOST) <= set(columns) else "ratio"
-        yield f"| | {' | '.join(columns)} | {ratio_to} |"
+        yield f"| | {' | '.join(columns)} | {summary.ratio_heading} |"
         yield "|---|" + "---:|" * (len(columns) + 1)
         for row in summary.rows:
             result, figure = self.measured(row)
