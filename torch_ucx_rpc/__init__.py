@@ -28,6 +28,7 @@ The modules and folders of the package; the docstring of each folder lists its m
 * ``_arguments``   checks of arguments, and the words of their errors
 * ``_version``     the version of the installed package
 * ``_native``      finds UCX, checks torch, loads the extension ``_C``
+* ``_threads``     threads of the libraries, which end before the interpreter
 * ``_options``     `UcxRpcBackendOptions`
 * ``_agent``       the running agent, and the end of the process
 * ``_start``       ``init_rpc`` for this backend, step by step

@@ -324,7 +324,7 @@ time.sleep(60)
     done = run("-n", 2, "--max-restarts", 1, "-c", code)
     assert done.returncode == 1
     assert "restart 1 of 1 of all workers, since worker0 (pid" in done.stderr
-    assert "the others were ended, because worker1 (pid" in done.stderr
+    assert "the others were ended, since worker1 (pid" in done.stderr
     assert done.stderr.splitlines()[-1] == "the cause of attempt 1 of 1"
     # The output ends with the traceback of that worker in that attempt.
     assert done.stderr.count("the cause of attempt 0") == 1

@@ -145,7 +145,7 @@ def test_failed_start_ends_the_started_workers_and_says_why(files: int) -> None:
         limit_files(launcher, files)
         _, errors = launcher.communicate(timeout=60)
         assert re.fullmatch(
-            r"torch_ucx_rpc run: the others were ended, because the 30 workers of \S+ could not all be started: .*"
+            r"torch_ucx_rpc run: the others were ended, since the 30 workers of \S+ could not all be started: .*"
             rf"Too many open files.*: raise the limit of open files, which is {files} \(ulimit -n\)\n",
             errors,
         ), errors

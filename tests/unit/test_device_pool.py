@@ -98,7 +98,7 @@ def test_rmm_gets_a_pool_unless_the_program_has_one(rmm: Any) -> None:
     assert isinstance(pool.upstream_mr, rmm.mr.CudaMemoryResource)
     device_pool.prepare_resource(DEVICE, 2**30 + 1)
     assert rmm.mr.get_per_device_resource(DEVICE) is pool
-    with pytest.raises(ValueError, match=r"cuda:0 with device_pool_bytes=1073741825: it stays"):
+    with pytest.raises(ValueError, match=r"cuda:0 with device_pool_bytes=1073741825: the pool stays"):
         device_pool.prepare_resource(DEVICE, 2**30)
 
 

@@ -64,7 +64,7 @@ class Failure(Exception):
     is_final: bool = False
 
     def __str__(self) -> str:
-        return f"the others were ended, because {self.reason}"
+        return f"the others were ended, since {self.reason}"
 
 
 class WorkerNames(LogsSpecs):
