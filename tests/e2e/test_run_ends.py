@@ -129,7 +129,7 @@ def test_signal_during_the_start_leaves_no_worker_behind() -> None:
 
 
 # With this limit of files the launcher starts some of 30 workers, and fails at a later one.
-FILES_FOR_SOME_OF_30 = 125
+FILES_FOR_SOME_OF_30 = 90
 # With this limit it fails before the first worker.
 FILES_FOR_NONE = 60
 
