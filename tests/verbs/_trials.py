@@ -23,6 +23,8 @@ _OTHER_LEAVES_S = 30.0
 
 _BELOW_S = 4.0
 _BEYOND_S = 16.0
+# Beyond heartbeat_limit, and below reconnect_limit's default of 60 s.
+_ENDURED_S = 30.0
 _LAUNCHER_S = 600.0
 
 # The machines have this queue from the start (guest/init). Replacing it by another kind would refuse a packet. That
@@ -132,7 +134,13 @@ def cut_below_the_limit(machines: Machines) -> str:
     return _unharmed(machines, lambda _: _cut(machines, _BELOW_S))
 
 
-# Misfortunes that end a worker.
+@_trial
+def cut_that_ends_in_time(machines: Machines) -> str:
+    """A cut of 30 s loses no call at the default limits."""
+    return _unharmed(machines, lambda _: _cut(machines, _ENDURED_S), seconds=_ENDURED_S + 15, RECONNECT_LIMIT="60")
+
+
+# Misfortunes that end a worker. The workers have no reconnect_limit.
 
 
 @_trial
@@ -189,14 +197,16 @@ def _calls(machines: Machines, lane: str, **environment: str) -> str:
     )
 
 
-def _watch(machines: Machines, seconds: float = 60) -> Workers:
-    workers = Workers(machines, "watch.py", SECONDS_TO_CALL=str(seconds))
+def _watch(machines: Machines, seconds: float = 60, **environment: str) -> Workers:
+    workers = Workers(machines, "watch.py", SECONDS_TO_CALL=str(seconds), **environment)
     workers.await_ready()
     return workers
 
 
-def _unharmed(machines: Machines, misfortune: Callable[[Workers], None]) -> str:
-    workers = _watch(machines, seconds=15)
+def _unharmed(
+    machines: Machines, misfortune: Callable[[Workers], None], seconds: float = 15, **environment: str
+) -> str:
+    workers = _watch(machines, seconds, **environment)
     misfortune(workers)
     told, _ = workers.end()
     expect("error" not in told, f"a call failed after {told.get('told_after_s')} s: {told.get('error')}")

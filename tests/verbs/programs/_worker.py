@@ -28,7 +28,9 @@ def tell(**facts: Any) -> None:
 def join(life: int = 0) -> None:
     """Join the job. The workers meet on the first machine."""
     options = torch_ucx_rpc.UcxRpcBackendOptions(
-        rpc_timeout=_RPC_TIMEOUT_S, reconnect_limit=0, init_method=f"tcp://n1:{29500 + life}"
+        rpc_timeout=_RPC_TIMEOUT_S,
+        reconnect_limit=float(os.environ.get("RECONNECT_LIMIT", "0")),
+        init_method=f"tcp://n1:{29500 + life}",
     )
     begin = time.monotonic()
     rpc.init_rpc(f"w{RANK}", rank=RANK, world_size=2, rpc_backend_options=options)
