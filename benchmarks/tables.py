@@ -79,11 +79,13 @@ class Summary:
 
     @property
     def ratio_heading(self) -> str:
-        references = {row.reference for row in self.rows if row.reference}
-        if references == {harness.TENSORPIPES}:
-            return "ratio to the better TensorPipe"
-        [only, *others] = references
-        return f"ratio to {only}" if isinstance(only, str) and not others else "ratio"
+        match [*{row.reference for row in self.rows if row.reference}]:
+            case [harness.TENSORPIPES]:
+                return "ratio to the better TensorPipe"
+            case [str(one)]:
+                return f"ratio to {one}"
+            case _:
+                return "ratio"
 
 
 UCX, TENSORPIPE, TENSORPIPE_UV, UCX_TCP = "UCX", "TensorPipe", "TensorPipe, uv", "UCX, tcp"

@@ -11,14 +11,11 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 # Modules whose functions wait in C for long. While a thread waits there, no C++ is on its stack.
 _WAITS = (threading.__file__, socket.__file__)
-
-_started: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 
 class Thread(threading.Thread):
@@ -27,14 +24,10 @@ class Thread(threading.Thread):
     def __init__(self, target: Callable[..., object], args: tuple[Any, ...] = (), *, name: str) -> None:
         super().__init__(target=target, args=args, name=name, daemon=True)
 
-    def start(self) -> None:
-        _started.add(self)
-        super().start()
-
 
 def interrupt_all(until: float) -> None:
     """Raise SystemExit in all threads, and wait until they have left C++, at most until ``until`` (monotonic)."""
-    running = [thread for thread in _started if thread.is_alive() and thread is not threading.current_thread()]
+    running = [thread for thread in threading.enumerate() if isinstance(thread, Thread)]
     for thread in running:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     while any(map(_may_be_in_torch, running)) and time.monotonic() < until:

@@ -346,7 +346,6 @@ class _Groups:
         self.groups: dict[str, Group] = {}
         self.ended: set[tuple[str, int]] = set()
         self._making = threading.Lock()
-        self._pause = threading.Event()
         self._lifelines = Lifelines(life.agent)
         self._asking: dict[tuple[str, int], Callable[[], None]] = {}
         self._numbers: dict[str, int] = {}
@@ -355,6 +354,7 @@ class _Groups:
         self._doubtful: set[tuple[str, int]] = set()
         # Workers whose names others have taken. If one was lost before, nothing else reports its end.
         self._replaced: set[tuple[str, int]] = getattr(getattr(life.agent, "group", None), "replaced", set())
+        # Not a SimpleQueue: its get() does not wait in ``threading``, see `_threads`.
         self._calls: queue.Queue[tuple[Group, object, Epoch] | None] = queue.Queue()
         life.watch(self._on_gone)
         if life.tells_ends and not life.is_static:
@@ -447,9 +447,11 @@ class _Groups:
             one.leave(timeout=min(1.0, one.limit))
 
     def _drive(self) -> None:
+        # Nobody sets it. Unlike time.sleep() it waits in ``threading``, see `_threads`.
+        pause = threading.Event()
         while True:
             limits = [one.limit for one in list(self.groups.values())]
-            self._pause.wait(min(limits, default=LIMIT_S) * BEAT / 2)
+            pause.wait(min(limits, default=LIMIT_S) * BEAT / 2)
             if not self.life.lasts():
                 break
             self._lifelines.drain()

@@ -48,6 +48,7 @@ class Lifelines:
         close_in_children(self._listener)
         self.own = Address(self._place, host, self._listener.getsockname()[1])
         self._reached: set[Address] = set()
+        # Not a SimpleQueue: its get() does not wait in ``threading``, see `_threads`.
         self._asked: queue.Queue[tuple[Address, Callable[[], None]]] = queue.Queue()
         self._open: set[tuple[Address, object]] = set()
         Thread(self._work, name="torch_ucx_rpc-lifelines").start()
