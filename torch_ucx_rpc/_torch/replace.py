@@ -29,8 +29,8 @@ def replace_tensorpipe() -> None:
     """Let ``init_rpc`` start UCX wherever it would start TensorPipe, from now on and in this process.
 
     ``init_rpc`` would start TensorPipe if the program names no backend or ``BackendType.TENSORPIPE``, or gives
-    ``TensorPipeRpcBackendOptions``. Of those options, ``num_worker_threads``, ``rpc_timeout``, ``init_method``,
-    ``device_maps`` and ``devices`` apply to UCX. UCX ignores ``_transports`` and ``_channels``, which choose among
+    ``TensorPipeRpcBackendOptions``. UCX takes over ``num_worker_threads``, ``rpc_timeout``, ``init_method``,
+    ``device_maps`` and ``devices``. It ignores ``_transports`` and ``_channels``, which choose among
     parts of TensorPipe. Other backends stay as they are. The first ``init_rpc`` that starts UCX instead logs a warning,
     with the logger ``torch_ucx_rpc``.
 

@@ -338,8 +338,7 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
 //
 // A message that has left in part never strands. At its first error, withdraw() tells the receiver, unless the message
-// is a put.
-// Once the peer is gone or the outbox is closed, nothing strands, and no frame tells the receiver.
+// is a put. Once the peer is gone or the outbox is closed, nothing strands, and no frame tells the receiver.
 //
 // A message ends once: when the transport is done with all its parts. A kept message (Connection::mayResume()) ends
 // only if, in addition, the peer has it or it has failed. Most errors only break its connection.

@@ -264,7 +264,8 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
     return sleep(callerDeadline_) != WaitSet::Slept::kForNothing;
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();
-  // The wake-up may have been meant for the waiting caller.
+  // The wake-up may have been meant for the waiting caller. This thread goes on to pollUnarmed(), which does not wait
+  // on the wait set, and so cannot take the wake-up again.
   const bool mustPassOn = std::exchange(wasWoken, false) && isCallerAsleep;
   if (mustPassOn) {
     wake();
