@@ -47,7 +47,7 @@ def test_the_reference_has_every_public_module() -> None:
     [
         ("docs/services.md", "security.md#keys", "security.md#keys"),
         ("docs/services.md", "../examples/services.py", "repository/examples/services.py.md"),
-        ("docs/development/README.md", "../../CONTRIBUTING.md#the-soak", "../repository/CONTRIBUTING.md#the-soak"),
+        ("docs/development/gpu.md", "../../CONTRIBUTING.md#the-soak", "../repository/CONTRIBUTING.md#the-soak"),
         ("docs/conformance.md", "../tests/conformance/results", "repository/tests/conformance/results.md"),
         ("docs/services.md", "figures/workers.svg", "figures/workers.svg"),
         ("docs/services.md", "https://openucx.org", "https://openucx.org"),

@@ -29,7 +29,7 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::worker_id_t;
 
 // Implements torch's RpcAgent. It has torch's virtual functions, and connects the objects that do the work.
-// csrc/README.md has a map of these objects.
+// docs/development/architecture.md lists these objects.
 //
 // Life: constructed -> members added (by Python, which exchanges them through the Store) -> start() -> join() or not ->
 // shutdown(). In a dynamic group, members come and go after start() too. Agent threads that are stuck in user code at
