@@ -14,7 +14,7 @@ import pytest
 from torch_ucx_rpc import Latencies, PeerStatistics, ServiceStatistics, Statistics
 from torch_ucx_rpc._observe.prometheus import _Collector, metric_name
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 CLASSES = (Statistics, PeerStatistics, ServiceStatistics)
 
 
@@ -42,7 +42,7 @@ def test_the_docs_have_a_row_for_each_field(class_: type) -> None:
     expected = [row(field) for field in dataclasses.fields(class_)]
     section = PAGE.read_text(encoding="utf-8").partition(f"## `{class_.__name__}`")[2].partition("\n## ")[0]
     found = [line for line in section.splitlines() if line.startswith("| `")]
-    assert found == expected, "docs/statistics.md must have:\n" + "\n".join(expected)
+    assert found == expected, "docs/observability.md must have:\n" + "\n".join(expected)
 
 
 @pytest.mark.parametrize("class_", CLASSES)

@@ -1,7 +1,7 @@
 """The statistics of this worker: `statistics`, and the snapshot that it returns.
 
 The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` say what each count means. Their metadata has the
-meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from
+meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/observability.md`` follow from
 the metadata. The values come from the table of counts in C++ (``csrc/rpc/reports.cpp``), under the same names. Counts
 of services come from ``torch_ucx_rpc.services``. So a new count needs a row in the table and a field in this module.
 """
@@ -130,7 +130,7 @@ class PeerStatistics:
     """One worker of the job, as seen by the worker with these statistics. All counts begin with that worker's
     ``init_rpc``.
 
-    docs/statistics.md has a table of the fields.
+    docs/observability.md has a table of the fields.
     """
 
     name: str = field(metadata=_label("name of the peer"))
@@ -193,7 +193,7 @@ class PeerStatistics:
 class ServiceStatistics:
     """One name of `torch_ucx_rpc.services` that a worker offers. All counts begin with its registration.
 
-    docs/statistics.md has a table of the fields.
+    docs/observability.md has a table of the fields.
     """
 
     name: str = field(metadata=_label("name of the service"))
@@ -219,7 +219,7 @@ class ServiceStatistics:
 class Statistics:
     """The counts of a worker since its ``init_rpc``, and its present state.
 
-    docs/statistics.md has a table of the fields.
+    docs/observability.md has a table of the fields.
     """
 
     name: str = field(metadata=_label("name of this worker"))
