@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the files of a release in dist/. docs/development/releases.md says how they are used.
+# Makes the files of a release in dist/. docs/development/maintaining.md says how they are used.
 #
 #   tools/release.sh wheel                                           one wheel, for the environment's Python and torch
 #   tools/release.sh wheels                                          for all Pythons and torchs of this machine

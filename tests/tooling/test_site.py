@@ -63,7 +63,7 @@ def test_a_link_leads_to_the_same_file_in_the_site(page: str, link: str, in_site
 def test_files_that_are_linked_become_pages() -> None:
     assert {"examples/services.py", "docs/security.md"} & site.outside("docs/services.md") == {"examples/services.py"}
     # CONTRIBUTING.md links to it.
-    assert "torch_ucx_rpc/csrc/README.md" in site.outside("docs/development/tools.md")
+    assert "torch_ucx_rpc/csrc/README.md" in site.outside("docs/development/maintaining.md")
     for path in ("examples/services.py", "CONTRIBUTING.md", "tests/conformance/results"):
         assert site.origin(site.location(path)) == path
     assert site.content("examples/services.py").startswith("# examples/services.py\n\n``````python\n")
