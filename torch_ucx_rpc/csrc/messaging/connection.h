@@ -102,7 +102,7 @@ class Connection {
   bool isJoining() const {
     return !peer_.hasAdmitted.load(std::memory_order_relaxed) && state() != State::kClosed;
   }
-  // Whether messages outlast the endpoint (docs/development/resumption.md). They do not if a dead peer would look like
+  // Whether messages outlast the endpoint (docs/development/connection.md). They do not if a dead peer would look like
   // a healthy one. A join outlasts the endpoint even if calls do not, because the peer accepts repeated joins.
   bool mayResume() const {
     const auto& does = isJoining() ? peer_.isEndSeen : peer_.mayResume;

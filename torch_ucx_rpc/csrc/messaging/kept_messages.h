@@ -12,7 +12,7 @@
 namespace torch_ucx_rpc {
 
 // Keeps the messages to one peer that the transport has taken, and that the peer may not have yet. Outbox can send them
-// again over another endpoint (docs/development/resumption.md). KeptMessages also numbers the frames to the peer. The
+// again over another endpoint (docs/development/connection.md). KeptMessages also numbers the frames to the peer. The
 // worker lock guards it.
 class KeptMessages {
  public:

@@ -424,7 +424,7 @@ void Outbox::withdraw(Connection& connection, const OutgoingMessage& message) {
   }
 }
 
-// ----------------------------------------------------------------------- resumption (docs/development/resumption.md)
+// ----------------------------------------------------------------------- resumption (docs/development/connection.md)
 
 void Outbox::endKept(Connection& connection) {
   KeptMessages& kept = connection.outgoing.kept;
