@@ -5,7 +5,7 @@
 #                       wheel for torch's CUDA
 #   PYTHON=python3      interpreter of the virtual environment
 #   VENV=.venv          folder of the virtual environment
-#   JOBS=2              how many Python tests run at a time; 0: one after the other in one process, for a debugger
+#   JOBS=               how many Python tests run at a time; 0: one after the other in one process, for a debugger
 #   BACKEND=UCX         the backend of test-conformance; TENSORPIPE is PyTorch's own
 #
 # pip's own variables work too, such as PIP_EXTRA_INDEX_URL for TORCH=2.13.0+cpu.
@@ -13,8 +13,11 @@ TORCH ?= 2.13.0
 UCX ?=
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?=
 BACKEND ?= UCX
+
+# Without stored bytecode each worker of a test compiles the test's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,8 +34,10 @@ PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
 # Folder of the tests' reports, for tools/every_file_ran.py.
 REPORTS := build/reports
-# Tests wait more than they compute, so two at a time take half as long, even on two cores.
-PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
+# Tests wait more than they compute: three at a time fill two cores. Programs that import torch compute more.
+LANES := 3
+test-examples test-launchers: LANES := 2
+PYTEST = $(PY) -m pytest --numprocesses $(or $(JOBS),$(LANES)) --dist worksteal
 # The tests of test-libraries.
 LIBRARIES ?= tests/libraries
 # Options of ctest for test-cpp.
@@ -131,7 +136,7 @@ test-field: build $(VENV)/.extra-test $(VENV)/.extra-docs ## Python tests that t
 nightly: build ## The checks that take too long for CI: test-field, schedules, sanitizers, soaks, fuzzing, a GPU rehearsal
 	@status=0; \
 	make --no-print-directory test-field || status=1; \
-	SCHEDULES=10 $(PYTEST) tests/unit -k schedule || status=1; \
+	SCHEDULES=20 $(PYTEST) tests/unit -k schedule || status=1; \
 	SCHEDULES=3 make --no-print-directory test-light-cpp || status=1; \
 	tools/sanitize.sh || status=1; \
 	tools/soak.sh --minutes 10 || status=1; \

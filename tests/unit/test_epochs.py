@@ -14,7 +14,7 @@ from torch_ucx_rpc._workers.messages import Epoch, Member
 
 # `make nightly` runs ten times as many.
 FACTOR = int(os.environ.get("SCHEDULES", "1"))
-SCHEDULES = 100_000 * FACTOR
+SCHEDULES = 50_000 * FACTOR
 LIMIT = 1.0
 
 
