@@ -204,14 +204,20 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 def children(pid):
     return {int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
+def has_ended(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
 if attempt == "0":
     [starter] = children(os.getppid()) - {os.getpid()}
-    # The helper exists before the restart.
-    while not (helpers := children(starter)):
+    # The helper of the restart exists already. The starter may not have reaped the helper that started this worker.
+    while not (helpers := {child for child in children(starter) if not has_ended(child)}):
         pass
     [helper] = helpers
     os.kill(starter if sys.argv[1] == "starter" else helper, signal.SIGKILL)
-    while pathlib.Path(f"/proc/{starter}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    while not has_ended(starter):
         pass
     sys.exit(3)
 print("attempt", attempt)
