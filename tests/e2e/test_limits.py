@@ -239,4 +239,4 @@ def test_without_shared_memory_init_rpc_names_the_cure(host: VirtualHosts) -> No
     host[0].run(["sh", "-c", "echo 0 > /proc/sys/kernel/shmmni"], check=True)
     for text in workers.run_workers(2, init_without_shared_memory, init=False, hosts=host):
         assert text.startswith("creating a UCX worker failed: ")
-        assert "look at df /dev/shm, ipcs -l -u" in text
+        assert "Check df /dev/shm, ipcs -l -u" in text

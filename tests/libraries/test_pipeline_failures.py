@@ -490,11 +490,11 @@ def refuse() -> None:
         balance=[3, 4],
     )
     refused(ValueError, r"balance=\[8\] is for 1 stages, but there are 2", balance=[8])
-    refused(ValueError, r"needs one layer at least", balance=[8, 0])
+    refused(ValueError, r"needs at least one layer", balance=[8, 0])
     refused(ValueError, r'"profile" or "parameters"; got \'speed\'', balance="speed")
     refused(ValueError, r"measures the layers on a batch: give one as sample=", balance="profile")
     refused(
-        ValueError, r"16 stages need 16 layers at least, but the model has 8: give fewer workers", stages_per_worker=8
+        ValueError, r"16 stages need at least 16 layers, but the model has 8: give fewer workers", stages_per_worker=8
     )
     refused(
         ValueError,
@@ -504,7 +504,7 @@ def refuse() -> None:
     refused(ValueError, r"'gpu0' is no device", workers=["worker1/gpu0"])
     refused(ValueError, r"'worker1' is given twice", workers=["worker1", "worker1"])
     refused(ValueError, r"'worker1' is given twice", spares=["worker1"])
-    refused(ValueError, r"one worker at least", workers=[])
+    refused(ValueError, r"at least one worker", workers=[])
     refused(ValueError, r"there is no worker 'x'\. The workers are: worker0", workers=["x"])
     refused(TypeError, r"each of workers must be a name, .* got 3", workers=[3])
     refused(TypeError, r"workers must be a list of names, .*; got 'worker1'", workers="worker1")

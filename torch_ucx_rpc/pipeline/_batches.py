@@ -120,7 +120,7 @@ class Batches:
         args, kwargs = self.model.partition.arguments(args, kwargs)
         size = batch_size((args, kwargs, target))
         if size == 0:
-            raise ValueError("the batch is empty: a step needs one sample at least")
+            raise ValueError("the batch is empty: a step needs at least one sample")
         count = self.chunks if size is None else min(self.chunks, size)
         return count, split((args, kwargs), count), split(target, count)
 

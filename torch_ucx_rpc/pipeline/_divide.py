@@ -92,7 +92,7 @@ def _sequential(
     layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
     if len(layers) < stages:
         raise ValueError(
-            f"{stages} stages need {stages} layers at least, but the model has {len(layers)}: give fewer workers, or "
+            f"{stages} stages need at least {stages} layers, but the model has {len(layers)}: give fewer workers, or "
             f"divide the layers (a nested nn.Sequential counts as one layer: flatten it)."
         )
     times: list[float] | None = None
@@ -135,7 +135,7 @@ def _counts(balance: Sequence[int], stages: int, layers: int) -> list[int]:
             f"balance={list(balance)} is for {len(balance)} stages, but there are {stages}: give a number for each."
         )
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in balance):
-        raise ValueError(f"balance={list(balance)}: each stage needs one layer at least, as a whole number.")
+        raise ValueError(f"balance={list(balance)}: each stage needs at least one layer, as a whole number.")
     if sum(balance) != layers:
         raise ValueError(
             f"balance={list(balance)} is for {sum(balance)} layers, but the model has {layers}: the sum must be "

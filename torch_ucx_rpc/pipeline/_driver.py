@@ -95,7 +95,7 @@ class DistributedPipeline:
             raise wrong_type("model", "an nn.Module, or a list of stages", model)
         stages = [model] if isinstance(model, nn.Module) else model
         if not stages:
-            raise wrong_value("model", "an nn.Module, or a list of one stage at least", model)
+            raise wrong_value("model", "an nn.Module, or a list of at least one stage", model)
         if balance is not None:
             expected = 'a list with the number of layers of each stage, "profile" or "parameters"'
             check_type("balance", (str, list, tuple), expected, balance)
@@ -128,7 +128,7 @@ class DistributedPipeline:
         places = [_place("each of workers", worker) for worker in workers]
         spare_places = [_place("each of spares", worker) for worker in spares]
         if not places:
-            raise wrong_value("workers", "a list of one worker at least", workers)
+            raise wrong_value("workers", "a list of at least one worker", workers)
         for one in places + spare_places:
             if (places + spare_places).count(one) > 1:
                 raise ValueError(

@@ -288,7 +288,7 @@ def _split_points(
     blocks = _blocks_in_order(model, args, kwargs)
     if len(blocks) < stages:
         raise ValueError(
-            f"{stages} stages need {stages} blocks at least, but the model has {len(blocks)} that run one after the "
+            f"{stages} stages need at least {stages} blocks, but the model has {len(blocks)} that run one after the "
             f"other ({', '.join(name for name, _ in blocks)}): give fewer workers, or split_spec= with modules further "
             f"inside."
         )

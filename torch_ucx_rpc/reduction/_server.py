@@ -422,12 +422,12 @@ def _check_trainers(trainers: Any) -> None:
         raise wrong_type("trainers", "how many there are, or a list of names of workers", trainers)
     if isinstance(trainers, int):
         if trainers < 1:
-            raise wrong_value("trainers", "1 at least", trainers)
+            raise wrong_value("trainers", "at least 1", trainers)
         return
     for trainer in trainers:
         check_str("each of trainers", trainer)
     if not trainers or len(set(trainers)) != len(trainers):
-        raise wrong_value("trainers", "different workers, one at least", trainers)
+        raise wrong_value("trainers", "one or more different workers", trainers)
 
 
 def _expected(trainers: int | Sequence[str] | None, names: tuple[str, ...], life: Life) -> int | tuple[str, ...]:

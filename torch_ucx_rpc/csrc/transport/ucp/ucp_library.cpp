@@ -129,7 +129,7 @@ const char* cureOf(ucs_status_t status) {
     case UCS_ERR_NO_RESOURCE:
     case UCS_ERR_SHMEM_SEGMENT:
     case UCS_ERR_IO_ERROR:
-      return "Something is used up; UCX's line above says more: look at df /dev/shm, ipcs -l -u, free "
+      return "This machine has run out of something that UCX's line above names. Check df /dev/shm, ipcs -l -u, free "
              "and ulimit -a.";
     default:
       return "If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
