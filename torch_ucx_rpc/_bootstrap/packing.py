@@ -1,9 +1,9 @@
 """Many records in few bytes, so that all workers can read all records.
 
-Records of one job resemble each other. So `pack` stores them by column. It stores a value that all records share only
-once. It stores numbers as differences. For names that consist of a prefix and the rank, it stores only the prefix. It
-stores addresses byte by byte: the first bytes of all before the second bytes of all. An address repeats some values,
-and `pack` stores repeated columns only once.
+Records of one job resemble each other. So `pack` stores them by column. If all records share a value, it stores that
+value once. It stores numbers as differences. For names that consist of a prefix and the rank, it stores only the
+prefix. It stores addresses byte by byte: the first bytes of all before the second bytes of all. An address repeats some
+values, and `pack` stores repeated columns only once.
 
 A record has 950 bytes as JSON, and 35 to 40 bytes here after zlib. 32 of them are random, so no coding can spare them:
 the session, and the numbers by which UCX tells workers and their queues apart.

@@ -1,5 +1,5 @@
-"""Room for the state of an optimizer. DCP reads into present state, and an optimizer has none before its first step. So
-the room follows from the checkpoint instead."""
+"""Templates for the state of an optimizer, made from the checkpoint. DCP reads into existing tensors, and an optimizer
+has none before its first step."""
 
 from __future__ import annotations
 

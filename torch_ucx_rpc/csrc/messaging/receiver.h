@@ -58,7 +58,7 @@ class Receiver : private ReceivingParts {
   static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kInFlightPieces = 2;
 
-  // A message whose parts are all known and that waits to be admitted. `bytes` and `deviceBytes` of it wait at the
+  // A message whose parts are all known and that waits to be admitted. Its `bytes` and `deviceBytes` wait at the
   // sender.
   struct Announced {
     Connection* from;
