@@ -243,7 +243,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_out_of_files_only_the_call_that_connects_fails",
         ),
         "A later call connects": ("test_out_of_files_only_the_call_that_connects_fails",),
-        "If file descriptors run out, no living worker is lost": (
+        "A worker that runs out of file descriptors loses": (
             "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
             "LivingProcessIsNotTakenForEndedIfNoFileIsLeft",
             "test_a_worker_with_all_files_open_keeps_its_neighbours",
