@@ -110,6 +110,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A cut shorter than both limits together": (
             "test_a_cut_longer_than_heartbeat_limit_loses_no_call",
             "test_a_cut_of_30_s_loses_no_call_with_default_options",
+            "verbs cut_that_ends_in_time",
         ),
         "a cut of half of `heartbeat_limit` loses nothing": (
             "test_a_cut_of_half_the_limit_loses_nothing",
