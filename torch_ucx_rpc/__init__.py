@@ -4,7 +4,7 @@ Importing loads UCX and the C++ agent, and makes "UCX" a backend of PyTorch's RP
 is. The public names:
 
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
-* `init_rpc`: for workers that a launcher started; it reads all arguments from the environment
+* `init_rpc`: for workers that a launcher started; it reads name, rank, size and meeting place from the environment
 * `replace_tensorpipe`: starts UCX wherever a program asks for TensorPipe, or for no backend
 * ``errors``: the exceptions of calls that fail, for programs that distinguish a lost worker from a timeout
 * ``testing``, a module that is imported by name: the agent with faults on demand

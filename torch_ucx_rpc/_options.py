@@ -90,10 +90,10 @@ def _one_of(*choices: str) -> Option[str]:
 
 def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise wrong_type(name, "a number of seconds, 0 for no limit", value)
+        raise wrong_type(name, "a number of seconds", value)
     seconds = float(value)
     if math.isnan(seconds) or not 0 <= seconds <= _MOST_SECONDS:
-        raise wrong_value(name, f"between 0 and {_MOST_SECONDS:.0f} seconds, 0 for no limit", value)
+        raise wrong_value(name, f"between 0 and {_MOST_SECONDS:.0f} seconds", value)
     return seconds
 
 
@@ -192,7 +192,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         rpc_timeout (float): seconds after which a call without its own timeout fails (default: 60). 0 is no limit.
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
             None, the longer of 60 s and ``rpc_timeout``; in a group without a size also long enough to lose a dead
-            member). 0 is no limit.
+            member; no limit with ``rpc_timeout=0``). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
             is suspect, with a warning (default: 10). Calls to it wait. With 0, which is no limit, a worker notices only
             the end of a process. On the same host it notices that end at once.
@@ -215,7 +215,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         device_pool (str): the allocator of tensors that arrive on CUDA devices (default: "torch"). "torch" is torch's
             allocator. "rmm" is RMM's memory resource for the device: the user's, or a pool if the user has set none.
         device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
-            all that the device has).
+            all that the device has). With ``device_pool="torch"``, ``init_rpc`` raises ValueError for a number.
         stream_priority (int): priority of the CUDA streams on which handlers run and received tensors are copied
             (default: 0). As for ``torch.cuda.Stream``, -3 is the most urgent, and 0 the least. A device that has fewer
             priorities takes its nearest. Callbacks of futures run on torch's own streams, of priority 0.
@@ -228,10 +228,11 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         secret_file (str or Path): file with the secret that all workers of the job share (default: the secret that
             TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET gives). Workers refuse frames that are not sealed with it.
             Without a secret, any program that reaches the workers' Store can run code in them. ``init_rpc`` reads the
-            file. It must belong to the user or to root, and no other user may read it.
+            file. It must have 16 to 4096 bytes, belong to the user or to root, and be closed to other users. Otherwise
+            ``init_rpc`` raises ValueError, or OSError if it cannot read the file.
 
-    Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
-    assign to them or call `set_device_map` and `set_devices`.
+    Devices are ints, strs or torch.devices. The attributes ``device_maps``, ``reply_device_maps`` and ``devices`` are
+    copies: to change them, assign to them or call `set_device_map` and `set_devices`.
 
     Example::
 
@@ -339,7 +340,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self._values["device_maps"][to] = {**present, **added}
 
     def set_devices(self, devices: Iterable[Device]) -> None:
-        """Set the local CUDA devices used for RPC, in place of those that device maps mention."""
+        """Set the local CUDA devices used for RPC, in place of those that device maps mention.
+
+        Raises ValueError for the CPU, and for a CUDA device without a number.
+        """
         self.devices = devices
 
     def __eq__(self, other: object) -> bool:

@@ -83,10 +83,12 @@ class NotRunning(RpcError):
 
 
 class CallTimedOut(RpcError, TimeoutError):
-    """No answer within the call's timeout. The callee may still run the function.
+    """No answer came within the call's timeout, or no value, or room for one, within that of a channel.
+
+    The callee may still run the function.
 
     Attributes:
-        timeout (float | None): the timeout, in seconds.
+        timeout (float | None): the timeout of a call, in seconds; None for a channel.
     """
 
     timeout: float | None = None
@@ -133,7 +135,8 @@ class EpochEnded(RpcError):
 
     Attributes:
         group (str | None): the group of the channel.
-        epoch (int | None): the epoch that the worker `name` is in; None if it has closed the channel.
+        epoch (int | None): the epoch that the worker `name` is in; None if it has closed the channel, or the epoch is
+            not known.
     """
 
     group: str | None = None
@@ -148,7 +151,8 @@ class JoinFailed(RpcError):
     """``init_rpc`` has failed, and can be called again.
 
     Either the workers do not fit together: a rank, a name, the world size, a version, or a secret. Or there is no Store
-    where they could meet. Or this process does not allow RPC: its settings of UCX, its limits, or a port in use.
+    where they could meet. Or this process does not allow RPC: its settings of UCX, its limits, a port in use, a missing
+    package or GPU. Or RPC runs already: then call ``shutdown`` first.
     """
 
 
@@ -157,7 +161,8 @@ class JoinTimedOut(JoinFailed, TimeoutError):
 
     Attributes:
         timeout (float | None): the ``init_timeout``, in seconds.
-        missing (tuple[int, ...] | None): the ranks that have not come, in ascending order.
+        missing (tuple[int, ...] | None): the ranks that have not come, in ascending order; None if the Store could not
+            be reached.
     """
 
     timeout: float | None = None

@@ -56,12 +56,15 @@ class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
     """`UcxRpcBackendOptions`, with faults.
 
     Args:
-        messages_to_fail (list[str]): types of torch's requests that fail when they are sent, such as
+        messages_to_fail (list[str]): types of torch's requests that fail with RuntimeError when they are sent, such as
             ``"PYTHON_CALL"`` or ``"RREF_FORK_REQUEST"`` (default: none).
         num_fail_sends (int): number of sends of each such message that fail (default: 0). torch repeats the messages
             that manage RRefs and autograd contexts.
         messages_to_delay (dict[str, float]): seconds that requests wait at the callee before they are handled, by type
-            (default: none).
+            (default: none). A waiting request occupies a thread.
+        **options: options of `UcxRpcBackendOptions`.
+
+    Raises ValueError, which lists the types, for a type of requests that does not exist.
     """
 
     __slots__ = ()

@@ -32,8 +32,8 @@ def init_rpc(
     """``torch.distributed.rpc.init_rpc`` on UCX. The launcher of the process supplies the arguments that are not given.
 
     The launcher is the first of these whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
-    torchrun, or by hand), mpirun of Open MPI or MPICH, Slurm's srun. Without a launcher, rank and size are those of an
-    initialized process group of ``torch.distributed``.
+    torchrun, or by hand), mpirun of Open MPI or MPICH, Slurm's srun, another launcher with PMI_RANK. Without a
+    launcher, rank and size are those of an initialized process group of ``torch.distributed``.
 
     The meeting place of the workers is the first of these that is known:
 
@@ -45,7 +45,7 @@ def init_rpc(
     * under another mpirun, with mpi4py, the host of rank 0, asked over MPI
     * the Store of the process group
 
-    If only a host is known, the port is one of four that follow from the job's identity.
+    If only a host is known, the port is MASTER_PORT, or one of four that follow from the job's identity.
 
     Args:
         name (str): name of this worker (default: its role and its number in it, such as ``"trainer3"``, or
@@ -55,8 +55,10 @@ def init_rpc(
         rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc`` (default:
             `UcxRpcBackendOptions` without arguments).
 
-    Raises JoinFailed if rank, size or meeting place is unknown. Raises ValueError for impossible or contradictory
-    environment variables. It also raises the errors of ``torch.distributed.rpc.init_rpc``.
+    Raises JoinFailed if rank or size is unknown, or under mpirun the host of rank 0. Raises ValueError for missing,
+    impossible or contradictory environment variables. Raises JoinTimedOut if others have not come within
+    ``init_timeout``. TypeError, ValueError and JoinFailed for arguments are those of
+    ``torch.distributed.rpc.init_rpc(..., backend="UCX")``.
 
     Example::
 

@@ -56,14 +56,14 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
 
     Returns the operator of ``torch.ops``. TorchScript accepts it as ``torch.ops.ps.accumulate`` and as ``accumulate``.
 
-    The decorated function may already come from ``numba.njit``, with options of its own, but not with ``parallel``.
-    numba's default threads abort a process if two calls run at once.
+    The decorated function may already come from ``numba.njit``, with options of its own, but not with ``parallel`` or
+    ``forceobj``. With ``parallel``, numba's default threads abort a process if two calls run at once.
 
-    Raises ValueError for any other schema, a function with other parameters, or an operator that exists. Raises
-    ImportError without numba. A call raises TypeError for tensors that the function does not compile for. A call raises
-    RuntimeError if the function raises (``raise ValueError("shapes differ")``). It raises RuntimeError also for tensors
-    that require grad outside ``torch.no_grad()``, and for written tensors that partly overlap with others. From another
-    worker all of these errors arrive as RuntimeError.
+    Raises ValueError for any other schema or options, a function with other parameters, or an operator that exists.
+    Raises ImportError without numba. A call raises TypeError for tensors that the function does not compile for. A call
+    raises RuntimeError if the function raises (``raise ValueError("shapes differ")``). It raises RuntimeError also for
+    tensors that require grad outside ``torch.no_grad()``, and for written tensors that partly overlap with others. From
+    another worker all of these errors arrive as RuntimeError.
     """
     check_str("schema", schema)
     try:

@@ -32,7 +32,7 @@ def replace_tensorpipe() -> None:
     ``TensorPipeRpcBackendOptions``. UCX takes over ``num_worker_threads``, ``rpc_timeout``, ``init_method``,
     ``device_maps`` and ``devices``. It ignores ``_transports`` and ``_channels``, which choose among
     parts of TensorPipe. Other backends stay as they are. The first ``init_rpc`` that starts UCX instead logs a warning,
-    with the logger ``torch_ucx_rpc``.
+    with a logger below ``torch_ucx_rpc``.
 
     The environment variable ``TORCH_UCX_RPC_REPLACE_TENSORPIPE=1`` does the same for an unchanged program, and for the
     processes that it starts. All workers of a job need the same setting.

@@ -57,9 +57,12 @@ def current_agent() -> Any:
 def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
     """Have ``callback(worker, reason)`` called when a worker has died or cannot be reached any more.
 
-    The callback runs on a thread of the agent, soon after the agent has noticed the end. It must not block. Workers
-    that leave the group are not lost; `statistics` shows them as ``"left"``. Backends other than UCX never call the
-    callback.
+    The callback runs on a thread of the agent, soon after the agent has noticed the end. It must not block. Its
+    exceptions are logged. It is not called for workers that were lost before. Workers that leave the group are not
+    lost; `statistics` shows them as ``"left"``. Backends other than UCX never call the callback.
+
+    Args:
+        callback (callable): a function of the lost worker (WorkerInfo) and the reason (str).
 
     Returns a function that ends the subscription, as the shutdown of RPC does. Raises NotRunning if RPC is not running.
 

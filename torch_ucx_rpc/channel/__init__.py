@@ -1,8 +1,8 @@
 """One-way tensors between workers: a value goes from one worker to a tag on another, and waits there to be taken.
 
-A channel is faster than a call: it runs no function at the receiver, wakes no thread there, and pickles nothing. A
-large value goes straight into tensors that the receiver has posted. Pipelines, parameter servers and rings use
-channels.
+A channel is faster than a call: it runs no function at the receiver, wakes only a thread that waits for the value, and
+pickles nothing. A large value goes straight into tensors that the receiver has posted. Pipelines, parameter servers and
+rings use channels. On other backends than UCX a value travels in a call.
 
 * `Channel`: the values of one group of workers, in one epoch at a time
 * `Sent`: a value on its way

@@ -23,8 +23,9 @@ class Sent(Protocol):
     def wait(self) -> None:
         """Return when the tensors may be changed: they have been copied, or the receiver has them.
 
-        Raises EpochEnded if the receiver is in a later epoch, and WorkerLost, WorkerLeft or ShutDown if the value
-        cannot reach it.
+        Raises WorkerLost, WorkerLeft or ShutDown if a large value cannot reach the receiver, and MessageNotSent or
+        OutOfResources if it cannot be sent. If the receiver is in a later epoch, a later `Channel.put` raises
+        EpochEnded; on other backends than UCX so may this.
         """
 
 
@@ -37,8 +38,14 @@ class Posted:
     def wait(self, timeout: float | None = None) -> Value:
         """Return the value as it was put: a tensor, or a list of tensors.
 
-        If tensors were posted, they receive the value, and this returns them. ``timeout`` is in seconds; None means the
-        agent's ``rpc_timeout``, and 0 means no limit. For the errors see `Channel.take`.
+        If tensors were posted, they receive the value, and this returns them. Call it once, or again after
+        CallTimedOut.
+
+        Args:
+            timeout (float | None): limit in seconds (default: None, the agent's ``rpc_timeout``). 0 means no limit.
+
+        Raises the errors of `Channel.take`. Raises ValueError if the value has other shapes or dtypes than the posted
+        tensors.
         """
         _check_timeout(timeout)
         value: Value = self._value.wait(timeout)
@@ -52,7 +59,8 @@ class Channel:
 
     Args:
         group (str): a name for all workers that exchange these values.
-        epoch (int): a number that counts up (default: 0). Workers exchange values only in the same epoch.
+        epoch (int): a number that counts up, from 0 to 2**63 - 1 (default: 0). Workers exchange values only in the same
+            epoch. If this process has the group in an earlier epoch, the group goes to this one, as with `advance`.
 
     Raises ValueError if this process has the group in a later epoch, and NotRunning before ``init_rpc``.
     """
@@ -95,9 +103,14 @@ class Channel:
                 means no limit.
 
         Raises:
-            EpochEnded: the receiver is in a later epoch of the group.
+            EpochEnded: the receiver has refused an earlier value, since it is in a later epoch of the group. Or this
+                process has advanced the group, or closed it.
             CallTimedOut: the receiver has not made room in time.
             WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
+            ShutDown: RPC has been shut down on this worker.
+            RuntimeError: a tensor cannot be sent, such as one on a device without a device map.
+
+        On other backends than UCX, ``wait`` of the result may raise these errors instead.
         """
         _check_worker("to", to)
         check_type("tag", str, "a str", tag)
@@ -116,8 +129,10 @@ class Channel:
 
         Raises:
             CallTimedOut: no value has come in time. The message names the tag and the sender.
-            EpochEnded: this process has advanced the group in the meantime, or closed it.
-            WorkerLost, WorkerLeft: the sender has gone before the value came. Raised only with UCX.
+            EpochEnded: this process has advanced the group, or closed it.
+            WorkerLost, WorkerLeft, UnknownWorker: the sender has gone before the value came, or there is no such
+                worker. Raised only with UCX.
+            ShutDown: RPC has been shut down on this worker.
         """
         _check_timeout(timeout)
         value: Value = self._post(source, tag, None).wait(timeout)
@@ -147,7 +162,8 @@ class Channel:
 
         After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they may still change.
 
-        One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
+        One value serves one `post`. With UCX this raises EpochEnded and UnknownWorker, like `take`; `Posted.wait`
+        raises the other errors.
         """
         return Posted(self._post(source, tag, into))
 
@@ -161,14 +177,18 @@ class Channel:
     def advance(self, epoch: int) -> None:
         """Go to a later epoch: drop the values of earlier ones, and end waits for them with EpochEnded.
 
-        Raises ValueError if this process has the group in a later epoch.
+        Other channels of the group in this process keep their epoch, and raise EpochEnded. Raises ValueError if this
+        process has the group in a later epoch.
         """
         _check_epoch(epoch)
         self._slots.advance(self._group, epoch)
         self._epoch = epoch
 
     def close(self) -> None:
-        """Drop all values of the group, and end waits for them with EpochEnded."""
+        """Drop all values of the group, and end waits for them with EpochEnded.
+
+        A new `Channel`, or `advance`, opens the group again. Until then `put` and `take` raise EpochEnded.
+        """
         self._slots.close(self._group)
 
     def __repr__(self) -> str:

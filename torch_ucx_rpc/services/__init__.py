@@ -14,6 +14,10 @@
 One worker decides on names, and each worker has a copy of the table. So a call of a known name is one request. Services
 work on any backend of ``torch.distributed.rpc``; docs/services.md describes the differences on TensorPipe.
 
+`statistics` always returns. The other functions raise NotRunning (of ``torch_ucx_rpc.errors``) before ``init_rpc``, and
+RuntimeError if they ask the deciding worker and no worker decides for ``rpc_timeout`` (60 s if that is 0). `call` and
+`call_async` ask it only about a name that this worker does not know.
+
 How the package is laid out:
 
 * ``_table``      the names on one worker, without a network

@@ -31,7 +31,14 @@ _GLANCE_S = 1.0
 
 
 class Member(NamedTuple):
-    """A living worker, as `members` returns it."""
+    """A living worker, as `members` returns it.
+
+    Attributes:
+        name (str): its name.
+        rank (int): its rank.
+        role (str): its name without the number at the end: ``"trainer"`` for ``"trainer3"``.
+        services (tuple[str, ...]): names that it offers, of functions and of values, sorted.
+    """
 
     name: str
     rank: int
@@ -63,8 +70,8 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
 
     Raises `NameTaken`, which names the owner, if this worker already offers the name, or another worker offers it as a
     value. All replicas must have the same ``idempotent``, and be decorated with ``async_execution`` or not; else this
-    also raises `NameTaken`. Raises TypeError if ``function`` cannot be called, and RuntimeError if no worker decides on
-    names for ``rpc_timeout``. An error leaves all workers' offers as they were.
+    also raises `NameTaken`. Raises TypeError if ``function`` cannot be called. An error leaves all workers' offers as
+    they were.
 
     Example::
 
@@ -76,6 +83,12 @@ def register(name: str, function: Callable[..., Any], *, idempotent: bool = Fals
 
 def register_all(functions: Mapping[str, Callable[..., Any]], *, idempotent: bool = False) -> None:
     """Register many names at once: all of them, or none. It costs no more messages than one `register`.
+
+    Args:
+        functions (Mapping): functions by their names; each as in `register`.
+        idempotent (bool): the same for all of them, as in `register` (default: False).
+
+    Raises the errors of `register`.
 
     Example::
 
@@ -95,7 +108,7 @@ def register_all(functions: Mapping[str, Callable[..., Any]], *, idempotent: boo
 def pair(name: str, value: Any) -> None:
     """Let any worker `get` this value by a name that no other worker has. The value stays on this worker.
 
-    Raises `NameTaken`, which names the owner. `unregister` removes the name.
+    Raises `NameTaken`, which names the owner, if any worker offers the name. `unregister` removes the name.
 
     Example::
 
@@ -158,7 +171,8 @@ def unregister(name: str) -> None:
 def get(name: str) -> Any:
     """Return a reference (``rpc.RRef``) to a value that some worker offers with `pair`.
 
-    Raises `UnknownName` if no worker offers it, TypeError if it is a service.
+    Raises `UnknownName` if no worker offers it, TypeError if it is a service. The reference raises `NotServed` if the
+    worker has withdrawn the value in the meantime.
 
     Example::
 
@@ -190,7 +204,7 @@ def members(*, role: str | None = None) -> list[Member]:
 
 
 def names() -> list[Service]:
-    """Return all names that living workers offer, sorted."""
+    """Return a `Service` for each name that a living worker offers, sorted by name."""
     known = directory()
     known.sync()
     with known.lock:
@@ -205,7 +219,8 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
         replicas (int): how many workers, at least (default: 1).
         timeout (float): limit in seconds, 0 for none (default: ``rpc_timeout``).
 
-    Raises TimeoutError, which lists the workers that offer the name.
+    Raises TimeoutError, which lists the workers that offer the name. Raises RuntimeError if no worker decides on names
+    within ``timeout`` (``rpc_timeout`` if that is 0).
 
     Example::
 
@@ -233,6 +248,10 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
 
 def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]:
     """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ceases to offer a name.
+
+    Args:
+        name (str): name of a service or of a value.
+        on_change (callable): a function of a `Service`.
 
     The first call has the present state, even if no worker offers the name. Calls come one after the other, on a thread
     of their own; their exceptions are logged. If the state changes during a call, the next call has the last state.
@@ -279,10 +298,16 @@ def call_role(
 ) -> list[Future[Any]]:
     """Call a function on every living worker of a role, also on this one if it has the role. Returns futures, by rank.
 
-    ``function`` travels as in ``rpc_async``, so it must be importable on those workers. A str is the name of a service;
-    `call_role` then calls only the workers of the role that offer it.
+    Args:
+        role (str): workers' names without the number at the end, such as ``"trainer"``.
+        function (callable or str): a function, which travels as in ``rpc_async``, so it must be importable on those
+            workers. Or the name of a service: `call_role` then calls only the workers of the role that offer it.
+        args (tuple or list): positional arguments (default: none).
+        kwargs (Mapping): keyword arguments (default: None, none).
+        timeout (float): limit of each call in seconds, 0 for none (default: ``rpc_timeout``).
 
-    Raises `UnknownName` if no worker has the role (listing the roles), or none with the role offers the service.
+    Raises `UnknownName` if no worker has the role (listing the roles), or none with the role offers the service. Raises
+    TypeError if the name is that of a value. The futures raise the errors of ``rpc_async``.
 
     Example::
 

@@ -112,6 +112,8 @@ def route_to(name: str) -> Route:
 def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Any:
     """Call a service and return its result: one request to the least loaded living replica.
 
+    The least loaded replica is the one with the fewest open calls of this worker.
+
     Args:
         name (str): name of the service.
         *args: positional arguments of the service.
@@ -122,8 +124,9 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
     If the replica of an idempotent service is lost, this worker repeats the call with another replica, until none is
     left. A replica that no longer offers the name has executed nothing, so this worker calls another one.
 
-    Raises the service's exception. Raises `UnknownName` if no worker offers the name, and `ReplicasLost` if the replica
-    was lost and the call cannot be repeated.
+    Raises the service's exception. Raises `UnknownName` if no worker offers the name, TypeError if it is that of a
+    value, and CallTimedOut after ``timeout``. Raises `ReplicasLost` if the replica was lost and the call cannot be
+    repeated, or if no called replica offers the name any more.
 
     Example::
 
@@ -150,8 +153,9 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Future[Any]:
     """Do `call` without waiting. Returns a future of the result.
 
-    Raises `UnknownName` at once; the future raises all other errors. For a single replica of a service that is not
-    idempotent, this is the future of ``rpc_async``. Its errors are RuntimeErrors that name the worker.
+    Raises `UnknownName`, TypeError for the name of a value, and errors of pickling the arguments, at once. The future
+    raises all other errors. For a single replica of a service that is not idempotent, this is the future of
+    ``rpc_async`` with UCX: it raises WorkerLost or `NotServed` instead of `ReplicasLost`.
     """
     if timeout is not UNSET_RPC_TIMEOUT:
         check_timeout(timeout)

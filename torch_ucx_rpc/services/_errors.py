@@ -14,11 +14,15 @@ class UnknownName(LookupError, RuntimeError):
 
 
 class NotServed(LookupError, RuntimeError):
-    """The called worker does not offer the name (any more), and has executed nothing."""
+    """The called worker does not offer the name (any more), and has executed nothing.
+
+    Raised by the futures of `call_role` and of some `call_async`, and by a reference that `get` has returned. `call`
+    tries another replica instead.
+    """
 
 
 class ReplicasLost(RuntimeError):
-    """The called workers were lost, or have left, before they answered."""
+    """The called workers were lost, have left, or have withdrawn the name, before they answered."""
 
 
 def text_of_not_served(worker: str, name: str) -> str:

@@ -33,7 +33,14 @@ class Owner(NamedTuple):
 
 
 class Service(NamedTuple):
-    """A name and the living workers that offer it, by rank; no workers if the name is gone."""
+    """A name and the living workers that offer it, by rank; no workers if the name is gone.
+
+    Attributes:
+        name (str): the name.
+        workers (tuple[str, ...]): names of the workers, by rank.
+        idempotent (bool): as the workers have registered it; False for a value.
+        is_value (bool): `pair` has offered it, so `get` finds it; otherwise `call` calls it.
+    """
 
     name: str
     workers: tuple[str, ...]
