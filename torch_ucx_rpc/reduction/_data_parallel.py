@@ -60,16 +60,23 @@ class DataParallel(nn.Module):
     model of another trainer, and takes part from its next step on. It also gets the optimizer's state if both trainers
     give their optimizer. From then on each trainer has its own buffers (such as running means).
 
+    Making the object waits for the trainers that the first step waits for (see `serve`), or for the state of another
+    trainer. If the others have closed a step without this trainer, it takes the state of another trainer within its
+    next ``backward()``.
+
     Args:
         module (nn.Module): model, of which at least one parameter requires grad.
         server (Server): result of `serve`.
         optimizer (torch.optim.Optimizer): this trainer's optimizer (default: None). Its state goes to trainers that
             join or come late.
-        quorum (int): see `state` (default: None). With a quorum, nothing travels before a step's trainers are known.
-        bucket_bytes (int): size of the gradients that travel together (default: 25 MiB).
+        quorum (int): a step is complete with that many trainers, and the mean leaves out gradients of late trainers
+            (default: None, all present trainers). With a quorum, nothing travels before a step's trainers are known.
+        bucket_bytes (int): size of the gradients that travel together, in bytes (default: 25 MiB). A larger parameter
+            travels alone.
 
-    Raises ValueError for a quorum above the number of trainers, for a module without parameters that require grad, and
-    for sparse gradients.
+    Raises ValueError for a quorum above the number of trainers, or another one than the other trainers', and for a
+    module without parameters that require grad. ``backward()`` raises ValueError for sparse gradients. Both raise
+    ValueError for a model unlike the other trainers', and RuntimeError as `push_pull` does, but not for a late trainer.
 
     Example::
 

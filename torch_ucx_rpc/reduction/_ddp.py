@@ -60,19 +60,22 @@ def state(
 ) -> State:
     """Make the state that `hook` needs, for one model.
 
-    The first step waits for all ranks of the process group, even if `serve` was given another number of trainers.
+    This waits until all ranks of the process group have called it, even if `serve` was given another number of
+    trainers. Without a process group it waits for the trainers of `serve`.
 
     Args:
         server (Server): result of `serve`.
-        quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
-            The mean leaves out gradients of late trainers (default: None, all present trainers).
+        quorum (int): from the third step on, a step is complete with that many trainers, and the result is the mean of
+            their gradients. The mean leaves out gradients of late trainers (default: None, all present trainers).
         process_group (ProcessGroup): group of DistributedDataParallel (default: the default group).
-        model (nn.Module): with a quorum, a late trainer loads another trainer's state into this model (default: None).
-            Without a model, being late is an error.
+        model (nn.Module): if the others have closed a step without this trainer, it loads another trainer's state into
+            this model (default: None). Without a model, `hook` then raises RuntimeError.
         optimizer (torch.optim.Optimizer): a late trainer loads the state of another trainer's optimizer into it
-            (default: None).
+            (default: None). Give it only with ``model``; without, it has no effect.
 
-    Raises ValueError for a quorum above the number of trainers.
+    Raises ValueError for a quorum above the number of trainers, and for another quorum than the other trainers'. Raises
+    RuntimeError if not all trainers have come within ``rpc_timeout``, and names the missing ones. Raises it also if the
+    others have trained already and ``model`` is None, or if this trainer has left the server.
 
     Example::
 
@@ -103,6 +106,13 @@ def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
 
     torch's compression can wrap it, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: half the bytes travel,
     and the hosts compute sums in float16.
+
+    Args:
+        state (State): result of `state`.
+        bucket (GradBucket): flat gradients, from DistributedDataParallel.
+
+    Returns a future of the bucket's mean, a flat tensor. Like that of `push_pull_async`, the future raises RuntimeError
+    if the step is not completed.
     """
     expected = "what reduction.state returns, as in ddp.register_comm_hook(reduction.state(server), reduction.hook)"
     check_type("state", State, expected, state)

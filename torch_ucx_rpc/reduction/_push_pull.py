@@ -26,8 +26,8 @@ def push_pull(server: Server, gradients: Iterable[Tensor], *, quorum: int | None
 def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> Any:
     """Push gradients, and return the server's results as new tensors of the same shapes.
 
-    Without an optimizer on the server, the results are the means of all trainers' gradients. With an optimizer, they
-    are the new parameters.
+    Without an optimizer on the server, the results are the means of all trainers' gradients, in the gradients' dtype.
+    With an optimizer, they are the new parameters.
 
     Args:
         server (Server): result of `serve`.
@@ -36,11 +36,15 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
             The mean leaves out gradients of late trainers. All trainers must give the same quorum (default: None, all
             present trainers).
 
-    Raises TypeError for gradients that are not floating point. Raises ValueError for sparse gradients, for other shapes
-    than those of the server, and for a quorum above the number of trainers.
+    Raises TypeError for gradients that are neither floating point nor complex. Raises ValueError for sparse gradients,
+    for other shapes than those of the server, and for a quorum above the number of trainers.
 
     Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. Raises it
-    also if all hosts are lost, or if others have closed a step without this trainer.
+    also if all hosts are lost, if a lost host had the only copy of parameters, if an earlier push to the server has not
+    been answered, or if this trainer has left.
+
+    A trainer is late if the others have closed its step without it. Without an optimizer on the server, a late push
+    raises RuntimeError. With an optimizer, its gradients count in the present step.
 
     Example::
 
@@ -50,7 +54,11 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
 
 
 def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None) -> Future[Any]:
-    """Do `push_pull` without waiting. Returns a future. Do not write to the gradients before it is done."""
+    """Do `push_pull` without waiting. Returns a future. Do not write to the gradients before it is done.
+
+    Errors of arguments, of a server that this trainer has left, and of an unanswered earlier push are raised at once.
+    The future raises all other errors.
+    """
     check_type("server", Server, "what reduction.serve returns", server)
     is_one = isinstance(gradients, Tensor)
     if not is_one and not isinstance(gradients, Iterable):

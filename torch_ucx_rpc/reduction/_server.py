@@ -79,7 +79,7 @@ class Server:
 
     @property
     def positions(self) -> dict[str, int]:
-        """Number of steps that each model of this trainer has done."""
+        """Number of steps that each model of this trainer has done, by the model's name, such as ``"model0"``."""
         return {steps.name: steps.standing.step for steps in self._living() if steps.standing.step != NEVER}
 
     @property
@@ -95,7 +95,7 @@ class Server:
         )[1]
 
     def lost_hosts(self) -> tuple[str, ...]:
-        """The hosts that are no longer in the present epoch."""
+        """The names of the hosts that are not in the present epoch: lost, or silent."""
         epoch = self.office.epoch
         members = {one.name for one in epoch.members} if epoch is not None else set()
         return tuple(name for name in self.hosts if name not in members)
@@ -110,7 +110,7 @@ class Server:
         self.leave()
 
     def leave(self) -> None:
-        """Leave: the other trainers go on without this one."""
+        """Leave: the other trainers go on without this one. To take part again, call `serve`."""
         self.has_left = True
         for steps in self._living():
             steps.leave(is_told=False)
@@ -202,17 +202,22 @@ def serve(
             trainers share it.
         trainers (int or list): how many trainers the first step waits for, or the names of their workers (default: in a
             group of fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
-        parameters (iterable of Tensors): tensors that the hosts keep and update, for `push_pull` (default: None). The
-            first trainer's values apply.
+        parameters (iterable of Tensors): tensors that the hosts keep and update, for `push_pull` (default: None). Give
+            them with ``optimizer``. The values in ``checkpoint`` apply, or else those of the first trainer.
         optimizer (callable): makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD,
-            lr=0.1)`` (default: None). It must be picklable.
+            lr=0.1)`` (default: None). It must be picklable, and its ``step()`` must need no closure.
         checkpoint (str or Path): folder in which the hosts save parameters and optimizer, for a host that takes over or
-            restarts (default: None). All hosts must see it.
+            restarts, and for a later job (default: None). All hosts must see it. Only with ``optimizer``.
         checkpoint_every (int): updates between two checkpoints (default: 100).
-        name (str): distinguishes servers with the same hosts (default: the hosts' names).
+        name (str): distinguishes servers with the same hosts; without a slash (default: the hosts' names).
 
-    Raises ValueError, which lists similar names, for a host that is not a worker of the job. Raises ValueError also if
-    the first trainer gave other arguments. Raises RuntimeError if RPC is not running or all hosts are lost.
+    Raises ValueError, which lists similar names, for a host that is not a living worker of the job, unless other
+    trainers use the server. Raises ValueError also if the first trainer gave other arguments, or if the parameters have
+    other shapes than the server's. Raises TypeError or ValueError for parameters or an optimizer that the hosts could
+    not use.
+
+    Raises NotRunning if RPC is not running. Raises RuntimeError if the group's decider, or with ``parameters`` a host,
+    does not answer within ``rpc_timeout``, if all hosts are lost, or if a host cannot read the checkpoint.
 
     Example::
 
