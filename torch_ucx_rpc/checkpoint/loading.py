@@ -52,7 +52,8 @@ def load(
     """Read the checkpoint of `save` at ``path`` into ``state``. The number of workers and of stages may differ.
 
     `load` compares names, shapes and numbers of parameter groups on all workers before it changes anything. It waits
-    for an unfinished save into the folder.
+    for an unfinished save into the folder. It writes into the tensors of ``state``, and replaces the other values of
+    dicts.
 
     Args:
         state (Mapping): as in `save`.

@@ -4,8 +4,9 @@
     >>> remote_modules.train(module, False)
     >>> values = remote_modules.state_dict(module)
 
-Each function is one call to the module's owner. `state_dict` brings the values into this process. If a module does not
-fit into its memory, give the RemoteModule itself to `save`.
+``module`` is a ``torch.distributed.nn.RemoteModule``. Each function is one call to its owner, and raises the errors of
+``rpc_sync``, as after ``rpc_timeout``. `state_dict` brings the values into this process. If a module does not fit into
+its memory, give the RemoteModule itself to `save`.
 """
 
 from __future__ import annotations
@@ -34,20 +35,22 @@ def _load(rref: Any, state: dict[str, Any], strict: bool, assign: bool) -> tuple
 
 
 def state_dict(module: Any, *, prefix: str = "", **_: Any) -> dict[str, Any]:
-    """Return copies of the remote module's state, on the CPU."""
+    """Return copies of the remote module's state, on the CPU, as a dict. ``prefix`` comes before each name (default:
+    ""). Other arguments are ignored."""
     found = rpc.rpc_sync(module.on, _state, (module.module_rref,))
     return {prefix + name: value for name, value in found.items()}
 
 
 def load_state_dict(module: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Do ``nn.Module.load_state_dict`` on the remote module."""
+    """Do ``nn.Module.load_state_dict`` on the remote module, and return its result: the missing and the unexpected
+    names. Raises RuntimeError for other shapes, and with ``strict`` (the default) for other names."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     return _IncompatibleKeys(*rpc.rpc_sync(module.on, _load, (module.module_rref, dict(state_dict), strict, assign)))
 
 
 def train(module: Any, mode: bool = True) -> Any:
-    """Do ``nn.Module.train`` on the remote module."""
+    """Do ``nn.Module.train`` on the remote module, and return ``module``."""
     rpc.rpc_sync(module.on, _call, (module.module_rref, "train", (mode,), {}))
     # A plain attribute of the module, which torch does not send along with a RemoteModule.
     module.training = mode
@@ -55,12 +58,12 @@ def train(module: Any, mode: bool = True) -> Any:
 
 
 def eval(module: Any) -> Any:
-    """Do ``nn.Module.eval`` on the remote module."""
+    """Do ``nn.Module.eval`` on the remote module, and return ``module``."""
     return train(module, False)
 
 
 def requires_grad_(module: Any, requires_grad: bool = True) -> Any:
-    """Do ``nn.Module.requires_grad_`` on the remote module."""
+    """Do ``nn.Module.requires_grad_`` on the remote module, and return ``module``."""
     rpc.rpc_sync(module.on, _call, (module.module_rref, "requires_grad_", (requires_grad,), {}))
     return module
 

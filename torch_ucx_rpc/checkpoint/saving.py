@@ -45,7 +45,10 @@ class SaveFuture(concurrent.futures.Future[None]):
     for ``result()``."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is written, for ``timeout`` seconds (default: None, no limit)."""
+        """Wait until the checkpoint is written, for ``timeout`` seconds (default: None, no limit).
+
+        Raises CheckpointError if the save failed, and ``concurrent.futures.TimeoutError`` after ``timeout``.
+        """
         self.result(timeout)
 
 
@@ -60,7 +63,8 @@ _turns = threading.Lock()
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str] | None = None, **wishes: Any) -> SaveFuture:
-    """Do `save` with ``asynchronous=True``: return its future once all workers have copied their parts."""
+    """Do `save` with ``asynchronous=True``: return its future once all workers have copied their parts. ``wishes`` are
+    the other arguments of `save`."""
     future = save(state, path, asynchronous=True, **wishes)
     assert future is not None
     return future

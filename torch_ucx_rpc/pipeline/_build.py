@@ -25,13 +25,16 @@ __all__ = ["Built", "Skeleton", "Traced", "on_worker", "restored"]
 
 
 class Built:
-    """A stage that its worker builds: the driver needs neither its code nor its parameters.
+    """A stage that its worker builds: the driver does not need its parameters, nor with a name its code.
 
     Args:
         what (callable or str): a class or function that returns an nn.Module, or its name, ``"package.module:name"``.
             Only the worker looks up a name.
         *args: its positional arguments.
         **kwargs: its keyword arguments.
+
+    Raises TypeError for anything else, and ValueError for a name without a colon. If the result is not an nn.Module,
+    `DistributedPipeline` raises PipelineError.
 
     Example::
 

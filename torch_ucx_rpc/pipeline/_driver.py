@@ -45,7 +45,7 @@ class DistributedPipeline:
     Args:
         model (nn.Module or list): an ``nn.Sequential``; or any module that torch can trace; or a list of stages, each
             an ``nn.Module``, ``pipeline.Built(...)`` (made by its worker) or an RRef to a module. The workers train
-            copies: the model itself stays as it is.
+            copies: the model itself stays as it is. But the module behind an RRef is trained itself.
         workers (list): where the stages run: names of workers, WorkerInfos, or ``"name/cuda:0"`` for a device.
         balance (list or str): the number of layers of each stage; or ``"parameters"`` (the default); or ``"profile"``,
             by the time that layers take for ``sample``, measured on the driver.
@@ -55,7 +55,8 @@ class DistributedPipeline:
             traces the model.
         schedule (str): ``"gpipe"``, ``"1F1B"`` (the default), ``"interleaved"``, ``"zero-bubble"``; the name of a class
             of torch's schedules; or a text in torch's format.
-        chunks (int): micro-batches of a step (default: 1). A smaller batch has as many micro-batches as samples.
+        chunks (int): micro-batches of a step (default: 1). A smaller batch has as many micro-batches as samples. With a
+            schedule as text, such a batch raises ScheduleError.
         stages_per_worker (int): number of stages on each worker (default: the number in a text; 2 for
             ``"interleaved"``, and for torch's classes that take several stages for each worker; else 1).
         rematerialize (bool): keep only the inputs of stages, and compute activations again in the backward (default:
@@ -67,10 +68,13 @@ class DistributedPipeline:
         spares (list): workers that take the place of lost ones (default: none). They begin from a checkpoint: `save`
             one before the first step.
         step_timeout (float): seconds that the workers may take for a step, or for another order (default: None, no
-            limit). A worker whose stage is still busy then counts as lost. A worker that answers no call for
-            ``rpc_timeout`` counts as lost in any case.
+            limit). A worker whose stage is still busy then counts as lost; if none is busy, so does each worker that
+            has no result. A worker that answers no call for ``rpc_timeout`` counts as lost in any case.
 
-    Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for arguments that cannot work.
+    Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for arguments that cannot work. Raises
+    PipelineError also if a worker cannot be reached, or cannot make its stages.
+
+    Methods that wait for the workers raise StageError, StageLostError or PipelineError as `step` does.
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class DistributedPipeline:
                 alone).
             scaler (GradScaler): its scale multiplies the loss before the backward (default: None).
             losses (list): a list that `step` fills with the result of the loss for each micro-batch, without gradient
-                (default: None).
+                (default: None). Its earlier items are removed.
             return_outputs (bool): also return the model's output, as ``pipe(x)`` does, without gradient (default:
                 False).
 
@@ -193,9 +197,11 @@ class DistributedPipeline:
         result is the sum over the whole batch, divided by the count of the whole batch. The workers divide the
         gradients in the same way.
 
-        Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare is left. Either way
-        the workers have undone the step: they have removed its gradients, and freed its memory. Statistics of batch
-        norms stay as the step has left them.
+        Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare can replace it.
+        Raises PipelineError without a loss, after `close`, and if a stage cannot send to another one. In all these
+        cases the workers have undone the step: they have removed its gradients, and freed its memory. Statistics of
+        batch norms stay as the step has left them. Raises ValueError for an empty batch, and for tensors with different
+        sizes of dimension 0.
         """
         scale = None if scaler is None else scaler.scale_of_step()
         return self._run("step", args, kwargs, target, losses, return_outputs, scale=scale)
@@ -251,7 +257,7 @@ class DistributedPipeline:
         parameters). Learning-rate schedulers work on the result as on any optimizer.
 
         Raises TypeError for a class that is not an optimizer, or for LBFGS, and ValueError for parameters of another
-        model.
+        model. Options that ``cls`` refuses raise its own error.
         """
         params = self.parameters() if params is None else params
         return PipelineOptimizer(self._recovery, cls, params, options)
@@ -321,8 +327,11 @@ class DistributedPipeline:
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, of this pipeline or of the undivided model. Raises KeyError, which lists the
-        missing names."""
+        """Load the result of `state_dict`, of this pipeline or of the undivided model. Ignores names that the model
+        does not have.
+
+        Raises KeyError, which lists missing names, and StageError for a value of another shape.
+        """
         missing = sorted(self._recovery.gather("state", "model").keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")
@@ -338,13 +347,18 @@ class DistributedPipeline:
         """Write model, optimizers and random states to the folder ``path``; see `torch_ucx_rpc.checkpoint`. With spares
         it also writes the gradients.
 
-        Returns None, or with ``asynchronous`` a future as soon as the workers have copied everything.
+        Returns None, or with ``asynchronous`` a `torch_ucx_rpc.checkpoint.SaveFuture` as soon as the workers have
+        copied everything. Raises CheckpointError if the save fails.
         """
         return self._recovery.save(path, asynchronous)
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Read a checkpoint that `save` has written, by this pipeline or by one with other stages. The default is the
-        last one saved. Raises ValueError if no state has been saved."""
+        """Read a checkpoint that `save` has written, by this pipeline or by one with other stages, and drop the
+        gradients. The default is the last checkpoint that this pipeline has saved or loaded.
+
+        Raises ValueError without a path if there is none, FileNotFoundError if the path has no checkpoint, and
+        CheckpointError if the checkpoint does not fit.
+        """
         self._recovery.load(path)
 
     def checkpoint_parts(self) -> list[Any]:
@@ -355,7 +369,8 @@ class DistributedPipeline:
     # ---------------------------------------------------------------------------------------------------- replacement
 
     def replace(self, worker: str, by: str) -> None:
-        """Let worker ``by`` run the stages of the lost ``worker``. Call `load` next: ``by`` has no values yet.
+        """Let worker ``by`` (a name, or ``"name/cuda:0"``) run the stages of the lost ``worker``. Call `load` next:
+        ``by`` has no values yet.
 
         Raises PipelineError if ``worker`` is alive, or if a stage of it was given as an RRef, which died with it.
         Raises ValueError if no stage runs on ``worker``, or if there is no worker ``by``.
@@ -363,7 +378,8 @@ class DistributedPipeline:
         self._model.replace(worker, _place("by", by))
 
     def close(self) -> None:
-        """Free the stages on the workers. Without this call, the end of this object frees them."""
+        """Free the stages on the workers. Without this call, the end of this object frees them. Later calls raise
+        PipelineError."""
         self._model.close()
 
     # ------------------------------------------------------------------------------------------------------- looking
@@ -373,7 +389,8 @@ class DistributedPipeline:
         micro-batch.
 
         Times come from the workers' clocks, so times of two hosts can be compared only as far as their clocks agree.
-        Raises ValueError unless ``path`` ends in ``.json``.
+
+        Returns the loss. Raises ValueError unless ``path`` ends in ``.json``, and the errors of `step`.
         """
         self._check_loss("trace")
         _show.check_path(path)

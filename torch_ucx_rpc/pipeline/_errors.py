@@ -6,7 +6,7 @@ __all__ = ["PipelineError", "ScheduleError", "StageError", "StageLostError"]
 
 
 class PipelineError(RuntimeError):
-    """A pipeline cannot carry out a request."""
+    """A pipeline cannot carry out a request; the base of `StageError` and `StageLostError`."""
 
 
 class ScheduleError(ValueError):

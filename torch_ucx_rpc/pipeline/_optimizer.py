@@ -19,7 +19,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
     """An optimizer made by `DistributedPipeline.optimizer`. The values of its ``param_groups`` travel with each `step`.
 
     ``step`` and ``zero_grad`` return at once; the workers carry them out before the next order. The next call that
-    waits raises their error; so does ``pipe.synchronize()``.
+    waits raises their error; so does ``pipe.synchronize()``. A ``step`` with a scaler waits until the gradients have
+    been divided.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Load the result of `state_dict`. Raises ValueError for another number of parameter groups."""
         self.load_groups(state_dict["param_groups"])
         self._recovery.do(self._crew.do, "set_state", state_dict, "optimizer", self._number)
 

@@ -25,11 +25,14 @@ class GradScaler:
 
     Args:
         init_scale (float): the first scale (default: 65536).
-        growth_factor (float): the scale grows by this factor after ``growth_interval`` steps with finite gradients
-            (default: 2).
-        backoff_factor (float): the scale shrinks by this factor after a step with a gradient that is not finite
-            (default: 0.5).
-        growth_interval (int): the number of steps with finite gradients after which the scale grows (default: 2000).
+        growth_factor (float): the scale grows by this factor after ``growth_interval`` steps in a row with finite
+            gradients; above 1 (default: 2).
+        backoff_factor (float): the scale shrinks by this factor after a step with a gradient that is not finite;
+            between 0 and 1 (default: 0.5).
+        growth_interval (int): the number of steps in a row with finite gradients after which the scale grows (default:
+            2000).
+
+    Raises ValueError for other numbers.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class GradScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of an optimizer's parameters by the scale now. Its next step does not divide them again.
 
-        Raises RuntimeError for a second call since the optimizer's last step.
+        Waits for the workers. Raises RuntimeError for a second call since the optimizer's last step, and TypeError for
+        anything but a `PipelineOptimizer`.
         """
         if not hasattr(optimizer, "divide_gradients"):
             raise wrong_type("optimizer", "a PipelineOptimizer, of DistributedPipeline.optimizer()", optimizer)
@@ -110,7 +114,7 @@ class GradScaler:
         return {"scale": self._scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the result of `state_dict`."""
+        """Go on from the result of `state_dict`. Raises ValueError for a dict without its keys."""
         expected = "a dict that state_dict() returned"
         check_type("state_dict", Mapping, expected, state_dict)
         if not {"scale", "good_steps"} <= state_dict.keys():
