@@ -95,7 +95,7 @@ class CallTimedOut(RpcError, TimeoutError):
 
 
 class MessageRefused(RpcError):
-    """A worker has refused a request or an answer that arrived.
+    """A worker has refused a request, an answer or a value of a channel that arrived.
 
     Either it is malformed, or its content differs from the content that the sender sealed with the secret of the job.
     """

@@ -248,7 +248,7 @@ def lose_what_leaves() -> None:
     ):
         on(worker, cut_off, True)
         start = time.monotonic()
-        words = f"could not send to worker {other}: the cable is cut, which the driver"
+        words = f"could not exchange values with worker {other}: the cable is cut, which the driver"
         with Stalls() as stalls, pytest.raises(PipelineError, match=words):
             call()
         assert time.monotonic() - start < 10 + stalls.seconds()

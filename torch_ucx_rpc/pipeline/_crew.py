@@ -306,8 +306,8 @@ class Crew:
         (number, row), failure = failed[0]
         if failure.is_lost:
             return PipelineError(
-                f"a stage could not send to worker {failure.error}, which the driver reaches: look at the network "
-                f"between the two workers. The step has been undone; it can be tried again."
+                f"a stage could not exchange values with worker {failure.error}, which the driver reaches: look at the "
+                f"network between the two workers. Gradients are as before this call. Try pipe.step() or pipe(x) again."
             )
         worker = self.places[row].worker
         stage, _, micro_batch = failure.action or (None, None, None)

@@ -198,7 +198,7 @@ class DistributedPipeline:
         gradients in the same way.
 
         Raises StageError when a stage raises, and StageLostError when a worker is lost and no spare can replace it.
-        Raises PipelineError without a loss, after `close`, and if a stage cannot send to another one. In all these
+        Raises PipelineError without a loss, after `close`, and if two stages cannot exchange values. In all these
         cases the workers have undone the step: they have removed its gradients, and freed its memory. Statistics of
         batch norms stay as the step has left them. Raises ValueError for an empty batch, and for tensors with different
         sizes of dimension 0.
