@@ -146,7 +146,11 @@ class Channel:
         *,
         timeout: float | None = None,
     ) -> None:
-        """Wait for a value, and receive it in these tensors. See `take` and `post`."""
+        """Wait for a value, and receive it in these tensors.
+
+        ``source``, ``tag`` and ``timeout`` are as in `take`, and ``into`` as in `post`. Raises the errors of
+        `Posted.wait`.
+        """
         _check_timeout(timeout)
         self._post(source, tag, _tensors(into, "into")).wait(timeout)
 
@@ -162,8 +166,8 @@ class Channel:
 
         After EpochEnded the tensors do not change any more; after CallTimedOut or WorkerLost they may still change.
 
-        One value serves one `post`. With UCX this raises EpochEnded and UnknownWorker, like `take`; `Posted.wait`
-        raises the other errors.
+        Returns a `Posted`, whose ``wait`` returns the value. One value serves one `post`. With UCX this raises
+        EpochEnded and UnknownWorker, like `take`; ``wait`` raises the other errors.
         """
         return Posted(self._post(source, tag, into))
 

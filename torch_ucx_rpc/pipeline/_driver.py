@@ -232,7 +232,10 @@ class DistributedPipeline:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return the loss of a batch as `step` does, without gradients. Call `eval` before and `train` after."""
+        """Return the loss of a batch as `step` does, without gradients. Call `eval` before and `train` after.
+
+        Arguments (without ``scaler``), results and errors are those of `step`.
+        """
         return self._run("evaluate", args, kwargs, target, losses, return_outputs, grad=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,8 +256,13 @@ class DistributedPipeline:
     def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> PipelineOptimizer:
         """Make an optimizer of class ``cls`` on each worker for its parameters, and return one that controls them all.
 
-        ``params`` has the same form as for torch's optimizers, made of `parameters` or `named_parameters` (default: all
-        parameters). Learning-rate schedulers work on the result as on any optimizer.
+        Args:
+            cls (type): class of the optimizer, such as ``torch.optim.AdamW``.
+            params (iterable): as for torch's optimizers, made of `parameters` or `named_parameters` (default: all
+                parameters).
+            **options: arguments of ``cls``, such as ``lr=1e-3``.
+
+        Learning-rate schedulers work on the result as on any optimizer.
 
         Raises TypeError for a class that is not an optimizer, or for LBFGS, and ValueError for parameters of another
         model. Options that ``cls`` refuses raise its own error.
@@ -273,14 +281,14 @@ class DistributedPipeline:
         return iter(self._model.parameters.values())
 
     def train(self, mode: bool = True) -> DistributedPipeline:
-        """Set the mode of all stages, as ``nn.Module.train``. Until then each module has the mode in which it was
-        given."""
+        """Set the mode of all stages, as ``nn.Module.train``, and return the pipeline. Until then each module has the
+        mode in which it was given."""
         self._recovery.do(self._crew.do, "train", mode)
         self._model.mode = mode
         return self
 
     def eval(self) -> DistributedPipeline:
-        """Set all stages to evaluation, as ``nn.Module.eval``."""
+        """Set all stages to evaluation, as ``nn.Module.eval``, and return the pipeline."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> DistributedPipeline:
@@ -297,7 +305,7 @@ class DistributedPipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Do ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages.
+        """Do ``torch.nn.utils.clip_grad_norm_``, with its arguments, over the parameters of all stages.
 
         Returns the norm before clipping, a scalar tensor on the CPU. With ``error_if_nonfinite``, raises RuntimeError
         if it is not finite.
@@ -390,7 +398,8 @@ class DistributedPipeline:
 
         Times come from the workers' clocks, so times of two hosts can be compared only as far as their clocks agree.
 
-        Returns the loss. Raises ValueError unless ``path`` ends in ``.json``, and the errors of `step`.
+        The arguments after ``path`` are those of `step`. Returns the loss. Raises ValueError unless ``path`` ends in
+        ``.json``, and the errors of `step`.
         """
         self._check_loss("trace")
         _show.check_path(path)

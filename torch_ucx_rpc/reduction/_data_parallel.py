@@ -122,7 +122,7 @@ class DataParallel(nn.Module):
         self._steps.begin()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; in grad mode, its backward will push the gradients."""
+        """Return the result of the module's forward; in grad mode, its backward will push the gradients."""
         if torch.is_grad_enabled() and self._is_synchronizing:
             # A checkpointed module runs its forward again within the backward.
             if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:

@@ -58,7 +58,7 @@ def state(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> State:
-    """Make the state that `hook` needs, for one model.
+    """Return the state that `hook` needs, for one model.
 
     This waits until all ranks of the process group have called it, even if `serve` was given another number of
     trainers. Without a process group it waits for the trainers of `serve`.

@@ -54,7 +54,9 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
 
 
 def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None) -> Future[Any]:
-    """Do `push_pull` without waiting. Returns a future. Do not write to the gradients before it is done.
+    """Do `push_pull`, with its arguments, without waiting. Returns a future of its result.
+
+    Do not write to the gradients before the future is done.
 
     Errors of arguments, of a server that this trainer has left, and of an unanswered earlier push are raised at once.
     The future raises all other errors.

@@ -151,7 +151,7 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
 
 def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Future[Any]:
-    """Do `call` without waiting. Returns a future of the result.
+    """Do `call`, with its arguments, without waiting. Returns a future of the result.
 
     Raises `UnknownName`, TypeError for the name of a value, and errors of pickling the arguments, at once. The future
     raises all other errors. For a single replica of a service that is not idempotent, this is the future of
