@@ -90,7 +90,7 @@ class Channel:
 
         Two values under one tag may overtake each other, so give each value its own tag. Do not change a large tensor
         until ``wait`` of the result has returned, or the receiver has confirmed that it has the value. `put` copies a
-        tensor up to 32 KiB at once.
+        CPU tensor up to 32 KiB at once.
 
         The call blocks while the receiver has not taken 8 MiB of this worker's small tensors, or not fetched 256 MiB of
         its large ones.
