@@ -205,10 +205,20 @@ TEST_F(ChannelTest, PutTimesOutAtAReceiverThatTakesNothing) {
 
 TEST_F(ChannelTest, FramesInAnyOrderMakeTheirValues) {
   startInEpoch(2);
-  fault(wire::Kind::kPut, 0, Fate::kHold);
+  std::atomic<int> held{0};
+  network_.setFault([&](const wire::Header& header, SendMode /*mode*/) {
+    if (header.kind != wire::Kind::kPut) {
+      return Fate::kDeliver;
+    }
+    ++held;
+    return Fate::kHold;
+  });
   for (int index = 0; index < 3; ++index) {
     put(0, 1, std::to_string(index), {at::full({kMiB}, index), at::full({2}, index)});
   }
+  // Another thread may send a frame after put() has returned.
+  ASSERT_TRUE(eventually([&] { return held == 9; })) << held; // three for each value
+  network_.setFault({});
   network_.releaseHeld();
   for (int index = 0; index < 3; ++index) {
     const std::vector<at::Tensor> got = take(1, 0, std::to_string(index));
