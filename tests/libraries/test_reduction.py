@@ -442,6 +442,10 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 lambda: reduction.state(server, quorum=5),
                 r"quorum=5 can never be reached: there are \d trainers.*at most",
             ),
+            (
+                lambda: reduction.state(server, optimizer=SGD([torch.ones(1)])),
+                r"optimizer needs model=: .* give both",
+            ),
             (lambda: reduction.push_pull(server, torch.ones(1), quorum=0), "quorum must be at least 1"),
             (lambda: reduction.DataParallel(nn.Linear(1, 1), server, quorum=9), "quorum=9 can never be reached"),
             (lambda: reduction.DataParallel(nn.ReLU(), server), "no parameter of the module requires grad"),

@@ -71,11 +71,12 @@ def state(
         model (nn.Module): if the others have closed a step without this trainer, it loads another trainer's state into
             this model (default: None). Without a model, `hook` then raises RuntimeError.
         optimizer (torch.optim.Optimizer): a late trainer loads the state of another trainer's optimizer into it
-            (default: None). Give it only with ``model``; without, it has no effect.
+            (default: None). Only with ``model``.
 
-    Raises ValueError for a quorum above the number of trainers, and for another quorum than the other trainers'. Raises
-    RuntimeError if not all trainers have come within ``rpc_timeout``, and names the missing ones. Raises it also if the
-    others have trained already and ``model`` is None, or if this trainer has left the server.
+    Raises ValueError for a quorum above the number of trainers, for another quorum than the other trainers', and for an
+    optimizer without a model. Raises RuntimeError if not all trainers have come within ``rpc_timeout``, and names the
+    missing ones. Raises it also if the others have trained already and ``model`` is None, or if this trainer has left
+    the server.
 
     Example::
 
@@ -88,6 +89,8 @@ def state(
         check_type("model", nn.Module, "an nn.Module", model)
     if optimizer is not None:
         check_type("optimizer", torch.optim.Optimizer, "this trainer's torch.optim.Optimizer", optimizer)
+    if optimizer is not None and model is None:
+        raise ValueError("optimizer needs model=: a late trainer takes the state of both; give both, or neither")
     ranks = None
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size(process_group)
