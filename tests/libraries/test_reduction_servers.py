@@ -49,6 +49,39 @@ def update_on_server(rank: int, steps: Steps, hosts: tuple[str, ...]) -> None:
     steps.meet("done", rank, 4)
 
 
+def test_with_quorum_1_each_push_is_a_step(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, train_asynchronously, Steps(tmp_path))
+
+
+def train_asynchronously(rank: int, steps: Steps) -> None:
+    if rank:
+        target = torch.arange(4.0)
+        make = functools.partial(torch.optim.SGD, lr=0.05)
+        server = reduction.serve("worker0", trainers=2, parameters=[torch.zeros(4)], optimizer=make)
+        [stale] = start = [torch.zeros(4)]
+        turns = 0
+        # The first trainer does not wait for the second one.
+        while rank == 1 and turns < 20:
+            start = reduction.push_pull(server, [start[0] - target], quorum=1)
+            turns += 1
+        steps.done(f"begun {rank}")
+        steps.wait_for("begun 1")
+        if rank == 2:
+            # The gradient of the initial parameters is late. It counts in the present step.
+            [parameters] = reduction.push_pull(server, [stale - target], quorum=1)
+            assert torch.allclose(parameters, target * (1 - 0.95**20 + 0.05))
+            assert server.contributors == reduction.Contributors(("worker2",), 0, 1)
+            start = [parameters]
+            steps.done("pushed")
+        steps.wait_for("pushed")
+        [parameters] = start
+        for _ in range(100):
+            [parameters] = reduction.push_pull(server, [parameters - target], quorum=1)
+            time.sleep(0.005 * (rank - 1))
+        assert torch.allclose(parameters, target, atol=1e-2)
+    steps.meet("done", rank, 3)
+
+
 def test_restarted_server_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})

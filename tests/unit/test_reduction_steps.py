@@ -306,6 +306,30 @@ def test_a_report_that_comes_after_the_leave_is_answered() -> None:
     assert any(future is late and answer is None for future, answer in answers)
 
 
+@pytest.mark.parametrize("is_refused", [True, False], ids=["one takes part", "all have left"])
+def test_trainers_of_a_model_have_one_quorum(is_refused: bool) -> None:
+    members = tuple(Member(rank, f"t{rank}", 100 + rank) for rank in range(2))
+    decider = Decider(Epoch(1, members, members[0]), None)
+    # The trainer with the later step has the quorum that counts.
+    known = {"t0": Report(1, quorum=2, expected=1), "t1": Report(1, step=5, committed=7, quorum=1, expected=1)}
+    for name, report in known.items():
+        decider.learn(name, Knowledge({"server": SPEC}, frozenset(), {"server/tensors": report}, {}))
+
+    def answer(name: str, number: int, quorum: int, has_left: bool = False) -> object:
+        future: Future[object] = Future()
+        decider.update(name, "server/tensors", Report(number, quorum=quorum, expected=1, has_left=has_left), future)
+        answers, _ = decider.take_mail()
+        return next((value for one, value in answers if one is future), None)
+
+    assert "gives quorum=2 for 'server/tensors', and others quorum=1" in str(answer("t0", 2, quorum=2))
+    # The others do not wait for a trainer that gives up.
+    assert answer("t0", 3, quorum=2, has_left=True) is None
+    assert decider._ledgers["server/tensors"].trainers == ("t1",)
+    if not is_refused:
+        answer("t1", 2, quorum=1, has_left=True)
+    assert isinstance(answer("t0", 4, quorum=2), str) is is_refused
+
+
 def test_a_refusal_counts_for_one_push() -> None:
     standing = Standing()
     standing.begin(0, 7)

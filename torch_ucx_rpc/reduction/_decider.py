@@ -59,7 +59,9 @@ class Decider:
             for key, report in its.reports.items():
                 by_key.setdefault(key, {})[one] = report
         for key, reports in by_key.items():
-            self._ledger(key, next(iter(reports.values()))).resume(reports, self._kept(key).values())
+            # The quorum of the most advanced trainer counts.
+            first = max(reports.values(), key=lambda one: one.step)
+            self._ledger(key, first).resume(reports, self._kept(key).values())
 
     def _kept(self, key: str) -> dict[str, Kept]:
         """Return the steps of a model's parameters, by the hosts that keep them."""
@@ -140,7 +142,9 @@ class Decider:
             self._answers.append((future, None))
             return
         ledger = self._ledger(key, report)
-        if report.quorum != ledger.quorum:
+        if not ledger.trainers:
+            ledger.quorum = report.quorum
+        if report.quorum != ledger.quorum and not report.has_left:
             reason = (
                 f"trainer {name!r} gives quorum={report.quorum} for {key!r}, and others quorum={ledger.quorum}: all "
                 f"trainers must give the same"

@@ -14,6 +14,7 @@ from torch.futures import Future
 from torch_ucx_rpc._arguments import check_type, got, wrong_type
 from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.futures import fail
+from torch_ucx_rpc.reduction._messages import NEVER
 from torch_ucx_rpc.reduction._plan import spread
 from torch_ucx_rpc.reduction._server import Server
 from torch_ucx_rpc.reduction._steps import Steps
@@ -33,11 +34,11 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
         server (Server): result of `serve`.
         gradients (Tensor or list): gradients of all parameters, in the same order each time; or one tensor.
         quorum (int): a step is complete with that many trainers, and the result is the mean of their gradients.
-            The mean leaves out gradients of late trainers. All trainers must give the same quorum (default: None, all
-            present trainers).
+            All trainers must give the same quorum, each time (default: None, all present trainers).
 
     Raises TypeError for gradients that are neither floating point nor complex. Raises ValueError for sparse gradients,
-    for other shapes than those of the server, and for a quorum above the number of trainers.
+    for other shapes than those of the server, for a quorum above the number of trainers, and for another quorum than
+    before, or than the other trainers'.
 
     Raises RuntimeError if a step is not completed within ``rpc_timeout``, and names the missing trainers. Raises it
     also if all hosts are lost, if a lost host had the only copy of parameters, if an earlier push to the server has not
@@ -72,16 +73,21 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
     server.check_quorum(quorum)
     server.check()
     server.check_shapes(tensors)
-    kind = "tensors" if server.spec.optimizer is None else "parameters"
-    name = kind if quorum is None else f"{kind} with quorum {quorum}"
-    steps = server.by_hand.get(name)
-    if steps is None:
+    if server.by_hand is None:
         keeps = server.spec.optimizer is not None
-        steps = server.by_hand[name] = server.make_by_hand(name, quorum=quorum, keeps=keeps, is_cut=False)
+        server.by_hand = server.make_by_hand("parameters" if keeps else "tensors", keeps=keeps, is_cut=False)
+    steps = server.by_hand
     if steps.is_busy:
         raise RuntimeError(
             f"the earlier push to {server!r} has not been answered: wait for it before the next one, or push to "
             f"another server, of reduction.serve(..., name=...)"
+        )
+    if steps.standing.step == NEVER:
+        steps.quorum = quorum
+    elif quorum != steps.quorum:
+        raise ValueError(
+            f"this trainer gives quorum={quorum} for {server.name!r}, and gave quorum={steps.quorum} before: give the "
+            f"same each time"
         )
     steps.put([tensor.detach() for tensor in tensors])
     future: Future[Any] = Future(devices=server.office.life.devices)

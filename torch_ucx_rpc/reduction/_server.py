@@ -58,8 +58,8 @@ class Server:
         self.spec = spec
         self.has_left = False
         self.shapes: list[tuple[int, ...]] | None = None
-        # Steps of `push_pull`, by kind: they do not end with a model.
-        self.by_hand: dict[str, Steps] = {}
+        # The steps of `push_pull`, which do not end with a model.
+        self.by_hand: Steps | None = None
         # Models have numbers in the order in which they are made. A trainer that comes later begins with the present
         # models.
         self._numbers: Iterator[int] = itertools.chain(models, itertools.count(max(models, default=-1) + 1))

@@ -96,7 +96,7 @@ class Steps:
         # The reason why the decider does not take this trainer.
         self.refusal: str | None = None
         self._office: Office = office()
-        self._expected, self._quorum = expected, quorum
+        self._expected, self.quorum = expected, quorum
         self._copy, self._keeps, self._is_cut, self._sizes = copy, keeps, is_cut, list(sizes)
         self._is_finishing = self._are_equal = False
         self._buckets: list[list[Tensor]] = []
@@ -133,7 +133,7 @@ class Steps:
             at.former,
             at.is_late,
             has_left,
-            self._quorum,
+            self.quorum,
             self._expected,
         )
 
@@ -194,7 +194,7 @@ class Steps:
     def put(self, tensors: list[Tensor]) -> None:
         """Send a bucket. The tensors must stay as they are until `finish` has returned."""
         self._buckets.append(tensors)
-        if self._quorum is not None:
+        if self.quorum is not None:
             return
         with self._office.changed:
             opening = self._office.opening(self.key)
@@ -261,7 +261,7 @@ class Steps:
             is_new = self._office.steps.get(self.key) is not self
             if is_new:
                 self._office.steps[self.key] = self
-        if is_new or self._quorum is not None:
+        if is_new or self.quorum is not None:
             self._say()
         while until_closed or self.standing.step == NEVER:
             opening, what = self._next(deadline)
