@@ -13,7 +13,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from tests.support.workers import Steps, eventually
+from tests.support.workers import Steps, eventually, stopped
 from torch_ucx_rpc import reduction
 
 from ._jobs import KILLED, Stalls, die
@@ -80,6 +80,65 @@ def train_asynchronously(rank: int, steps: Steps) -> None:
             time.sleep(0.005 * (rank - 1))
         assert torch.allclose(parameters, target, atol=1e-2)
     steps.meet("done", rank, 3)
+
+
+def test_gradients_of_an_older_step_count_only_with_a_quorum(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, come_back_with_gradients, Steps(tmp_path))
+
+
+def come_back_with_gradients(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        steps.wait_for("pid")
+        with stopped(int((steps.directory / "number").read_text())):
+            steps.done("stopped")
+            steps.wait_for("alone", timeout=60)
+        steps.wait_for("over 1", "over 2", timeout=60)
+        return
+    make = functools.partial(torch.optim.SGD, lr=1.0)
+    quorums = {"between": None, "within": None, "quorum": 1, "present": None}
+    servers = {
+        name: reduction.serve("worker0", name=name, parameters=[torch.zeros(1)], optimizer=make) for name in quorums
+    }
+
+    def push(name: str, gradient: float) -> float:
+        return reduction.push_pull(servers[name], torch.full((1,), gradient), quorum=quorums[name]).item()
+
+    for name in servers:
+        push(name, 0.0)
+    if rank == 1:
+        # The steps of these servers go on without worker2.
+        steps.wait_for("stopped")
+        assert [push(name, 1.0) for name in ("between", "within", "quorum") for _ in range(2)] == [-1.0, -2.0] * 3
+        steps.done("alone")
+        for name in ("between", "within"):
+            while not steps.is_done(f"over {name}"):
+                push(name, 1.0)
+        assert push("present", 1.0) == -5.0
+        steps.done("over 1")
+        return
+    within = reduction.push_pull_async(servers["within"], torch.full((1,), 99.0))
+    (steps.directory / "number").write_text(str(os.getpid()))
+    steps.done("pid")
+    # This process is stopped here.
+    steps.wait_for("alone", timeout=60)
+    both = reduction.Contributors(("worker1", "worker2"), 1, 2)
+    for name in ("between", "within"):
+        server = servers[name]
+        parameter = push(name, 99.0) if name == "between" else within.wait().item()
+        assert server.contributors == reduction.Contributors(("worker1",), None, 1)
+        # All steps but the first one have a gradient of 1.
+        assert parameter == 1 - server.positions["parameters"] <= -3
+        # The next gradients count.
+        assert push(name, 3.0) == parameter - 2
+        assert server.contributors == both
+        server.leave()
+        steps.done(f"over {name}")
+    assert push("quorum", 99.0) == -2.0 - 99.0
+    assert servers["quorum"].contributors == reduction.Contributors(("worker2",), 0, 1)
+    # The others have waited with this step.
+    assert push("present", 9.0) == -5.0
+    assert servers["present"].contributors == both
+    steps.done("over 2")
 
 
 def test_restarted_server_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

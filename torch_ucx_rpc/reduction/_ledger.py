@@ -45,8 +45,7 @@ class Standing:
         self.is_late = False
 
     def lose(self, is_late: bool) -> None:
-        """Give up the state for another trainer's later one. ``is_late`` tells whether this is in the middle of a
-        step."""
+        """Give up the state for a later one. ``is_late`` tells whether the trainer's gradients do not count."""
         former = self.step, self.committed
         self.begin(NEVER, NEVER)
         self.former, self.is_late = former, is_late

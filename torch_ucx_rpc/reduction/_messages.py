@@ -64,7 +64,7 @@ class Report(NamedTuple):
     is_ready: bool = False
     # The step and commit of the trainer's parameters, if it has no state, since the others had a later state.
     former: tuple[int, int] = (NEVER, NEVER)
-    # The trainer takes another trainer's state in the middle of its step, so its gradients do not count.
+    # The trainer takes a later state in the middle of its step, so its gradients do not count.
     is_late: bool = False
     has_left: bool = False
     quorum: int | None = None

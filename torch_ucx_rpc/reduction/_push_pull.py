@@ -45,7 +45,8 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
     been answered, or if this trainer has left.
 
     A trainer is late if the others have closed its step without it. Without an optimizer on the server, a late push
-    raises RuntimeError. With an optimizer, its gradients count in the present step.
+    raises RuntimeError. With an optimizer, its gradients are dropped, and the results are the parameters after the
+    present step. With an optimizer and a quorum, its gradients count in the present step.
 
     Example::
 

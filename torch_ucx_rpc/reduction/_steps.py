@@ -354,7 +354,8 @@ class Steps:
         _logger.info("%s is behind in step %d of %s", self._office.name, step, self.key)
         with self._office.changed:
             self._is_begun = False
-            self.standing.lose(is_late=not self._keeps)
+            # With parameters on the hosts, a quorum means asynchronous training: gradients of older steps count.
+            self.standing.lose(is_late=not self._keeps or self.quorum is None)
         self._say()
 
     def _behind(self, step: int) -> str:
