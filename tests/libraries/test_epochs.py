@@ -96,7 +96,7 @@ def make_it_for_all(rank: int, steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_a_death_begins_an_epoch_within_100_ms(run_on_ucx: RunWorkers, tmp_path: Path, dying: int) -> None:
+def test_a_death_begins_an_epoch_before_silence_does(run_on_ucx: RunWorkers, tmp_path: Path, dying: int) -> None:
     run_on_ucx(4, outlive, Steps(tmp_path), dying, shutdown=False, exit_codes={dying: KILLED})
 
 
@@ -112,7 +112,7 @@ def outlive(rank: int, steps: Steps, dying: int) -> None:
         epoch = group.wait(after=1)
         eventually(lambda: 2 in began, "the callback")
         took = began[2] - float((steps.directory / "died").read_text())
-        assert took < 0.1 + stalls.seconds() + KILLING_S, f"{took:.3f} s"
+        assert took < LIMIT / 2 + stalls.seconds(), f"{took:.3f} s"
     assert dying not in [one.rank for one in epoch.members]
     assert epoch.decider.rank == (1 if dying == 0 else 0)
     with pytest.raises(EpochOver, match="epoch 1 of group 'test' is over; it is in epoch 2"):
@@ -120,10 +120,6 @@ def outlive(rank: int, steps: Steps, dying: int) -> None:
     steps.done(f"over {rank}")
     steps.wait_for(*(f"over {other}" for other in range(4) if other != dying))
     rpc.shutdown(graceful=False)
-
-
-# The kernel needs this time to end a process with torch.
-KILLING_S = 0.1
 
 
 def test_the_last_two_of_four_go_on_one_by_one(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
