@@ -26,6 +26,7 @@ from torch_ucx_rpc import services
 from torch_ucx_rpc.errors import NotRunning, WorkerLost
 from torch_ucx_rpc.services import NameTaken, ReplicasLost, UnknownName
 from torch_ucx_rpc.services._api import role_of
+from torch_ucx_rpc.services._directory import Directory
 
 from ._jobs import KILLED, die
 
@@ -404,6 +405,25 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
         steps.done("over")
     steps.wait_for("over")
     rpc.shutdown(graceful=False)
+
+
+def test_without_a_timeout_a_wait_lasts_until_a_worker_decides(run_on_both: RunWorkers) -> None:
+    run_on_both(1, wait_for_a_decision)
+
+
+def wait_for_a_decision(rank: int) -> None:
+    services.register("score", double)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Directory, "since", lambda directory, at: None)
+        rpc._set_rpc_timeout(0.3)
+        with pytest.raises(RuntimeError, match=r"has asked for the names of the job for 0\.3 s, and no worker decides"):
+            services.wait_for("score")
+        with pytest.raises(RuntimeError, match=r"for 0\.1 s, and no worker decides"):
+            services.wait_for("score", timeout=0.1)
+        timer = threading.Timer(1.0, patch.undo)
+        timer.start()
+        assert services.wait_for("score", timeout=0).workers == ("worker0",)
+        timer.join()
 
 
 def test_a_call_fails_when_all_replicas_are_lost(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

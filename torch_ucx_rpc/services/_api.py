@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -220,7 +221,7 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
         timeout (float): limit in seconds, 0 for none (default: ``rpc_timeout``).
 
     Raises TimeoutError, which lists the workers that offer the name. Raises RuntimeError if no worker decides on names
-    within ``timeout`` (``rpc_timeout`` if that is 0).
+    within ``timeout``.
 
     Example::
 
@@ -233,7 +234,7 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
     limit = get_rpc_timeout() if timeout is UNSET_RPC_TIMEOUT else float(timeout)
     deadline = time.monotonic() + limit
     known = directory()
-    known.sync(limit)
+    known.sync(limit or math.inf)
     with known.changed:
         while len((service := service_of(known.owners, name)).workers) < replicas:
             left = deadline - time.monotonic()

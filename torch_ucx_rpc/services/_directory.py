@@ -101,7 +101,7 @@ class Directory:
     # ----------------------------------------------------------------------------------------------- this worker's copy
 
     def sync(self, patience: float | None = None) -> None:
-        """Update this copy from the decider."""
+        """Update this copy from the decider, which may take ``patience`` seconds (default: ``rpc_timeout``)."""
         self.hear(self._from_decider(lambda to: self._on(to, _since, self._at), "for the names of the job", patience))
 
     def look_up(self, name: str) -> list[Owner]:
@@ -378,7 +378,8 @@ class Directory:
         self, ask: Callable[[WorkerInfo], _Answer | WorkerInfo | None], what: str, patience: float | None = None
     ) -> _Answer:
         """Return the decider's answer, even if the decider changes during the question."""
-        patience = patience or get_rpc_timeout() or _PATIENCE_S
+        if patience is None:
+            patience = get_rpc_timeout() or _PATIENCE_S
         deadline = time.monotonic() + patience
         known, turn, failed = None, 0, None
         while True:
