@@ -104,14 +104,13 @@ if _is_complete:
             from torch_ucx_rpc._observe.log import receive_warnings as _receive_warnings
             from torch_ucx_rpc._options import UcxRpcBackendOptions
             from torch_ucx_rpc._torch.patches import register as _register
-            from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
+            from torch_ucx_rpc._torch.replace import read_variable as _read_variable
             from torch_ucx_rpc._torch.replace import replace_tensorpipe
             from torch_ucx_rpc._workers.lost import on_lost
 
             _receive_warnings()
             _register()
-            if _is_asked_for():
-                replace_tensorpipe()
+            _read_variable()
 
 # Names and their modules. The first use of a name loads its module. Loading all modules here would make the import a
 # third longer.

@@ -114,6 +114,17 @@ def test_variable_replaces_tensorpipe_and_says_so_once() -> None:
     assert ended.stderr == SAID
 
 
+def test_the_warning_names_the_function_that_was_called() -> None:
+    script = """
+        import torch_ucx_rpc
+
+        torch_ucx_rpc.replace_tensorpipe()
+        runs("UcxRpcAgent")
+    """
+    assert program(script).stderr == SAID.replace(VARIABLE, "torch_ucx_rpc.replace_tensorpipe()")
+    assert program(script, **ON).stderr == SAID
+
+
 def test_variable_works_beside_an_import_and_without_autoload() -> None:
     script = """
         import torch_ucx_rpc

@@ -21,7 +21,8 @@ OFF = ("", "0")
 
 _logger = logging.getLogger(__name__)
 
-_replacing = False
+# What replaces TensorPipe, as the warning names it; None if nothing does.
+_replaced_by: str | None = None
 _said = False
 
 
@@ -42,12 +43,13 @@ def replace_tensorpipe() -> None:
         >>> torch_ucx_rpc.replace_tensorpipe()
         >>> rpc.init_rpc("ps", rank=0, world_size=2)
     """
-    global _replacing
-    _replacing = True
+    global _replaced_by
+    _replaced_by = _replaced_by or "torch_ucx_rpc.replace_tensorpipe()"
 
 
-def is_asked_for() -> bool:
-    """Tell whether the environment variable asks for UCX. Raises ImportError for an invalid value."""
+def read_variable() -> None:
+    """Replace TensorPipe if the environment variable asks for it. Raises ImportError for an invalid value."""
+    global _replaced_by
     value = os.environ.get(VARIABLE, "")
     if value not in (*OFF, "1"):
         raise ImportError(
@@ -55,12 +57,13 @@ def is_asked_for() -> bool:
             f"it unset.",
             name="torch_ucx_rpc",
         )
-    return value not in OFF
+    if value not in OFF:
+        _replaced_by = VARIABLE
 
 
 def replaces(backend: Any, options: Any) -> bool:
     """True if TensorPipe is to be replaced, and ``init_rpc`` would start it with these arguments."""
-    if not _replacing:
+    if _replaced_by is None:
         return False
     if backend is None:
         return options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions)
@@ -91,4 +94,4 @@ def _say_so() -> None:
     global _said
     if not _said:
         _said = True
-        _logger.warning("%s: torch.distributed.rpc uses UCX instead of TensorPipe in this process", VARIABLE)
+        _logger.warning("%s: torch.distributed.rpc uses UCX instead of TensorPipe in this process", _replaced_by)
