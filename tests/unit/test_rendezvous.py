@@ -18,7 +18,7 @@ from tests.support.workers import reserved_port
 from torch_ucx_rpc._bootstrap import rendezvous
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
-from torch_ucx_rpc._bootstrap.rendezvous import create_store
+from torch_ucx_rpc._bootstrap.rendezvous import check_rank, create_store
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 
@@ -155,6 +155,15 @@ def test_variables_that_are_not_set_are_named(
         monkeypatch.delenv(variable)
     with pytest.raises(ValueError, match=f"environment variable {' and '.join(missing)} expected, but not set: set "):
         create_store("env://", 0, 2, 10)
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "1.0", " 1"])
+def test_an_impossible_rank_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", value)
+    with pytest.raises(
+        ValueError, match=f"RANK={value} is not a number from 0 on: set it to the number of this worker"
+    ):
+        check_rank("env://", -1)
 
 
 @pytest.mark.parametrize("value", ["http", "-1", "65536", "29500.0"])

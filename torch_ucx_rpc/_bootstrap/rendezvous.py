@@ -126,9 +126,11 @@ def check_rank(init_method: str, rank: int) -> int:
         raise ValueError(f"{_START.format(url.scheme)} rank parameter missing: pass rank to init_rpc.")
     number = os.environ.get("RANK", "")
     if not number.isdecimal():
+        problem = (
+            f"RANK={number} is not a number from 0 on" if number else "environment variable RANK expected, but not set"
+        )
         raise ValueError(
-            f"{_START.format('env')} environment variable RANK expected, but not set: set it to the number of this "
-            f"worker, or pass rank to init_rpc."
+            f"{_START.format('env')} {problem}: set it to the number of this worker, or pass rank to init_rpc."
         )
     return int(number)
 
