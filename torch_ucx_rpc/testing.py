@@ -21,35 +21,42 @@ from typing import Any
 from torch.distributed.rpc import backend_registry
 
 from torch_ucx_rpc import _agent, _start
-from torch_ucx_rpc._arguments import wrong_type, wrong_value
+from torch_ucx_rpc._arguments import check_count, check_type, wrong_type, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import Option, UcxRpcBackendOptions, check_seconds
 
 __all__ = ["FaultyUcxRpcBackendOptions"]
 
 
+_REQUEST_TYPES = "a list of request types such as 'PYTHON_CALL'"
+_DELAYS = "a dict from request types such as 'PYTHON_CALL' to seconds"
+
+
 def _check_names(name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise wrong_type(name, "a list of request types such as 'PYTHON_CALL'", value)
-    return [_check_request_type(name, item) for item in value]
+        raise wrong_type(name, _REQUEST_TYPES, value)
+    return [_check_request_type(name, _REQUEST_TYPES, item) for item in value]
 
 
 def _check_delays(name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        raise wrong_type(name, "a dict from request types such as 'PYTHON_CALL' to seconds", value)
-    return {_check_request_type(name, key): check_seconds(f"{name}[{key!r}]", delay) for key, delay in value.items()}
+        raise wrong_type(name, _DELAYS, value)
+    return {
+        _check_request_type(name, _DELAYS, key): check_seconds(f"{name}[{key!r}]", delay)
+        for key, delay in value.items()
+    }
 
 
-def _check_request_type(name: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in _C.REQUEST_TYPES:
+def _check_request_type(name: str, expected: str, value: Any) -> str:
+    check_type(name, str, expected, value)
+    if value not in _C.REQUEST_TYPES:
         raise wrong_value(name, f"of these request types: {', '.join(_C.REQUEST_TYPES)}", value)
-    return value
+    return str(value)
 
 
 def _check_count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise wrong_value(name, "an int of at least 0", value)
-    return value
+    check_count(name, 0, "a number of sends", value)
+    return int(value)
 
 
 class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):

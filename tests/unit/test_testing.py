@@ -44,7 +44,11 @@ def test_without_options_no_fault_happens() -> None:
         ({"messages_to_delay": {"NO": 1.0}}, ValueError, "messages_to_delay must be of .*; got 'NO'"),
         ({"messages_to_delay": {"PYTHON_CALL": "1"}}, TypeError, "must be a number of seconds"),
         ({"messages_to_delay": ["PYTHON_CALL"]}, TypeError, "must be a dict"),
-        ({"num_fail_sends": -1}, ValueError, "must be an int of at least 0"),
+        ({"messages_to_fail": [1]}, TypeError, r"messages_to_fail must be a list of request types .*; got 1 \(int\)"),
+        ({"messages_to_delay": {1: 1.0}}, TypeError, r"messages_to_delay must be a dict from .*; got 1 \(int\)"),
+        ({"num_fail_sends": -1}, ValueError, r"num_fail_sends must be at least 0.*; got -1 \(int\)"),
+        ({"num_fail_sends": "1"}, TypeError, r"num_fail_sends must be an int.*; got '1' \(str\)"),
+        ({"num_fail_sends": True}, TypeError, r"num_fail_sends must be an int.*; got True \(bool\)"),
         ({"num_fail_send": 1}, TypeError, "did you mean num_fail_sends"),
     ],
 )
