@@ -88,7 +88,7 @@ class CallTimedOut(RpcError, TimeoutError):
     The callee may still run the function.
 
     Attributes:
-        timeout (float | None): the timeout of a call, in seconds; None for a channel.
+        timeout (float | None): the timeout of the call or of the channel, in seconds.
     """
 
     timeout: float | None = None

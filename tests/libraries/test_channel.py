@@ -94,6 +94,55 @@ def fill_posted(rank: int, steps: Steps) -> None:
     assert all(torch.equal(one, torch.ones_like(one)) for one in pair)
 
 
+def test_a_second_wait_for_a_value_says_that_it_is_taken(run_on_both: RunWorkers) -> None:
+    run_on_both(2, wait_twice)
+
+
+def wait_twice(rank: int) -> None:
+    channel, other = Channel("twice"), f"worker{1 - rank}"
+    for value in (torch.ones(1), torch.ones(40_000)):
+        posted = channel.post(other, "value")
+        # The second wait leaves a later value under the same tag alone.
+        channel.put(other, "value", value)
+        assert torch.equal(posted.wait(), value)
+        channel.put(other, "value", 2 * value)
+        with pytest.raises(RuntimeError, match=TAKEN.format(other)):
+            posted.wait()
+        assert torch.equal(channel.take(other, "value"), 2 * value)
+    posted = channel.post(other, "unfit", torch.zeros(2))
+    channel.put(other, "unfit", torch.ones(1))
+    with pytest.raises(ValueError, match="does not fit"):
+        posted.wait()
+    with pytest.raises(RuntimeError, match=r"the value under tag 'unfit' .* has been taken"):
+        posted.wait()
+
+
+TAKEN = r"the value under tag 'value' from worker '{}' has been taken: wait\(\) returns it once"
+
+
+def test_a_wait_that_has_timed_out_may_be_repeated(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, wait_again, Steps(tmp_path))
+
+
+def wait_again(rank: int, steps: Steps) -> None:
+    channel = Channel("again")
+    if rank == 0:
+        steps.wait_for("timed out")
+        channel.put("worker1", "late", torch.ones(1))
+        channel.put("worker1", "then", torch.ones(1))
+    else:
+        posted = channel.post("worker0", "late")
+        with pytest.raises(CallTimedOut):
+            posted.wait(0.2)
+        steps.done("timed out")
+        channel.take("worker0", "then")
+        assert torch.equal(posted.wait(5), torch.ones(1))
+        posted = channel.post("worker0", "never")
+        for _ in range(2):
+            with pytest.raises(CallTimedOut):
+                posted.wait(0.2)
+
+
 def test_a_value_that_does_not_fit_is_refused(run_on_both: RunWorkers) -> None:
     run_on_both(2, refuse_what_does_not_fit)
 
@@ -135,9 +184,10 @@ def test_a_timeout_names_the_tag_and_the_sender(run_on_both: RunWorkers) -> None
 def time_out(rank: int) -> None:
     channel, other = Channel("silent"), f"worker{1 - rank}"
     began = time.monotonic()
-    with pytest.raises(CallTimedOut, match=f"worker '{other}' .*under tag 'never' of channel 'silent'"):
+    with pytest.raises(CallTimedOut, match=f"worker '{other}' .*under tag 'never' of channel 'silent'") as raised:
         channel.take(other, "never", timeout=0.2)
     assert time.monotonic() - began >= 0.2
+    assert raised.value.timeout == 0.2
     # A value that arrives after its take has timed out waits for the next take.
     channel.put(other, "has timed out", torch.ones(1))
     channel.take(other, "has timed out")
@@ -333,8 +383,12 @@ def test_errors_name_wrong_values(run_on_both: RunWorkers) -> None:
 
 
 def name_wrong_values(rank: int) -> None:
-    with pytest.raises(ValueError, match="epoch must be at least 0, which counts up; got -1"):
+    with pytest.raises(ValueError, match=r"epoch must be from 0 to 2\*\*63 - 1; got -1"):
         Channel("wrong", epoch=-1)
+    with pytest.raises(ValueError, match=r"epoch must be from 0 to 2\*\*63 - 1; got 9223372036854775808"):
+        Channel("wrong", epoch=2**63)
+    with pytest.raises(TypeError, match=r"epoch must be an int; got '1' \(str\)"):
+        Channel("wrong", epoch="1")
     channel = Channel("wrong")
     with pytest.raises(TypeError, match=r"value must be a tensor or a list of tensors; got \[1\]"):
         channel.put("worker0", "x", [1])

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_ucx_rpc._arguments import check_count, check_timeout, check_type, wrong_type, wrong_value
+from torch_ucx_rpc._arguments import check_timeout, check_type, wrong_type, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc.channel._rpc_slots import rpc_slots
@@ -39,7 +39,7 @@ class Posted:
         """Return the value as it was put: a tensor, or a list of tensors.
 
         If tensors were posted, they receive the value, and this returns them. Call it once, or again after
-        CallTimedOut.
+        CallTimedOut. Once the value has been taken, this raises RuntimeError.
 
         Args:
             timeout (float | None): limit in seconds (default: None, the agent's ``rpc_timeout``). 0 means no limit.
@@ -221,9 +221,11 @@ def _check_timeout(timeout: object) -> None:
 
 
 def _check_epoch(epoch: int) -> None:
-    check_count("epoch", 0, "which counts up", epoch)
-    if epoch >= 2**63:
-        raise wrong_value("epoch", "below 2**63", epoch)
+    # Python treats True as an int.
+    if isinstance(epoch, bool) or not isinstance(epoch, int):
+        raise wrong_type("epoch", "an int", epoch)
+    if not 0 <= epoch < 2**63:
+        raise wrong_value("epoch", "from 0 to 2**63 - 1", epoch)
 
 
 def _tensors(value: object, name: str) -> list[torch.Tensor]:

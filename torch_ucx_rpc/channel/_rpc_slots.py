@@ -97,7 +97,7 @@ class RpcSlots:
         timeout: float | None,
     ) -> _Sent:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        deadline = _deadline(timeout)
+        timeout, deadline = _limit(timeout)
         if is_copied := size <= self.COPIED_BYTES:
             tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with self._changed:
@@ -108,6 +108,7 @@ class RpcSlots:
                     raise CallTimedOut(
                         f"tag {tag!r} of channel {group!r} could not be put: worker {to!r} has not taken {lent} bytes",
                         name=to,
+                        timeout=timeout,
                     )
         sent = rpc.rpc_async(to, _arrive, (group, epoch, tag, self._name, tensors, is_single))
         with self._changed:
@@ -137,7 +138,7 @@ class RpcSlots:
         value.taken.set_result(_where(group, now, self._name) if key[0] < now else _closed(group, self._name))
 
     def take(self, group: str, key: Key, timeout: float | None) -> _Value:
-        deadline = _deadline(timeout)
+        timeout, deadline = _limit(timeout)
         epoch, source, tag = key
         with self._changed:
             while not (queue := self._values.get(group, {}).get(key)):
@@ -147,7 +148,9 @@ class RpcSlots:
                     raise EpochEnded(_where(group, now, self._name), group=group, epoch=now)
                 if not self._wait(deadline):
                     raise CallTimedOut(
-                        f"no value has come from worker {source!r} under tag {tag!r} of channel {group!r}", name=source
+                        f"no value has come from worker {source!r} under tag {tag!r} of channel {group!r}",
+                        name=source,
+                        timeout=timeout,
                     )
             value = queue.popleft()
             if not queue:
@@ -196,9 +199,16 @@ class _Posted:
         self._key = key
         self._into = into
         self._is_single = is_single
+        self._is_taken = False
 
     def wait(self, timeout: float | None = None) -> torch.Tensor | list[torch.Tensor]:
+        if self._is_taken:
+            _, source, tag = self._key
+            raise RuntimeError(
+                f"the value under tag {tag!r} from worker {source!r} has been taken: wait() returns it once"
+            )
         value = self._slots.take(self._group, self._key, timeout)
+        self._is_taken = True
         tensors, is_single = value.tensors, value.is_single
         if self._into is not None:
             _check_fit(tensors, self._into, self._key)
@@ -229,9 +239,10 @@ def _closed(group: str, name: str) -> str:
     return f"worker {name!r} has closed channel {group!r}"
 
 
-def _deadline(timeout: float | None) -> float | None:
-    seconds = get_rpc_timeout() if timeout is None else timeout
-    return None if seconds == 0 else time.monotonic() + seconds
+def _limit(timeout: float | None) -> tuple[float, float | None]:
+    """The timeout in seconds, and the time at which it ends."""
+    seconds: float = get_rpc_timeout() if timeout is None else timeout
+    return seconds, None if seconds == 0 else time.monotonic() + seconds
 
 
 # The values of this process.

@@ -9,6 +9,18 @@
 
 namespace torch_ucx_rpc {
 
+namespace {
+
+RpcFailure timedOut(const Peer& other, const std::string& sentence, std::chrono::milliseconds timeout) {
+  const Member& member = other.member();
+  return {
+      RpcFailure::Kind::kTimedOut,
+      sentence,
+      {.name = member.name, .rank = member.rank, .host = member.host, .timeout = timeout}};
+}
+
+} // namespace
+
 Channel::Channel(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting)
     : AgentParts(parts),
       deviceMaps_(deviceMaps),
@@ -109,11 +121,12 @@ std::shared_ptr<Channel::Sent> Channel::put(
       const bool isInTime =
           waitUntil([&] { return hasRoom() || to.state() != Peer::State::kPresent; }, deadlineOf(timeout));
       if (!isInTime) {
-        throw to.failure(
-            RpcFailure::Kind::kTimedOut,
+        throw timedOut(
+            to,
             "tag '" + name.tag + "' of channel '" + name.group + "' could not be put within " +
                 std::to_string(timeout.count()) + " ms: " + to.describe() + " has not taken " +
-                std::to_string(account->openBodyBytes.load() + account->lentBytes.load()) + " bytes sent to it");
+                std::to_string(account->openBodyBytes.load() + account->lentBytes.load()) + " bytes sent to it",
+            timeout);
       }
       lock.lock();
     }
@@ -194,10 +207,21 @@ std::shared_ptr<Channel::Expected> Channel::post(
     Peer& from, const Name& name, std::optional<std::vector<at::Tensor>> into) {
   grave_->empty();
   auto expected = std::make_shared<Expected>(from, name, std::move(into));
+  expect(expected);
+  return expected;
+}
+
+void Channel::expect(const std::shared_ptr<Expected>& expected) {
+  Peer& from = expected->from;
+  const Name& name = expected->name;
   Aftermath after;
   {
     const std::lock_guard lock(mutex_);
+    if (expected->isExpected) {
+      return;
+    }
     checkEpochLocked(name);
+    expected->isExpected = true;
     Slot& slot = slotLocked(from, name);
     if (slot.arrivals.empty()) {
       slot.expected.push_back(expected);
@@ -213,22 +237,30 @@ std::shared_ptr<Channel::Expected> Channel::post(
     onPeerGone(from);
   }
   carryOut(after);
-  return expected;
 }
 
 Channel::Value Channel::wait(const std::shared_ptr<Expected>& expected, std::chrono::milliseconds timeout) {
+  if (!expected->isDone.load()) {
+    expect(expected); // again, if an earlier wait has timed out
+  }
   if (!waitUntil([&] { return expected->isDone.load(); }, deadlineOf(timeout))) {
     cancel(expected);
     if (!expected->isDone.load()) {
-      throw expected->from.failure(
-          RpcFailure::Kind::kTimedOut,
+      throw timedOut(
+          expected->from,
           "no value has come from " + expected->from.describe() + " under tag '" + expected->name.tag +
               "' of channel '" + expected->name.group + "' (epoch " + std::to_string(expected->name.epoch) +
-              ") within " + std::to_string(timeout.count()) + " ms");
+              ") within " + std::to_string(timeout.count()) + " ms",
+          timeout);
     }
   }
   if (expected->failure) {
     throw *expected->failure; // NOLINT(cert-err09-cpp,cert-err61-cpp): a copy, since another thread may wait too
+  }
+  if (expected->isTaken.exchange(true)) {
+    throw std::runtime_error(
+        "the value under tag '" + expected->name.tag + "' from worker '" + expected->from.member().name +
+        "' has been taken: wait() returns it once");
   }
   Value value = decode(*expected);
   taken_.fetch_add(1, std::memory_order_relaxed);
@@ -238,9 +270,10 @@ Channel::Value Channel::wait(const std::shared_ptr<Expected>& expected, std::chr
 
 void Channel::cancel(const std::shared_ptr<Expected>& expected) {
   const std::lock_guard lock(mutex_);
-  if (expected->isDone.load()) {
+  if (expected->isDone.load() || !expected->isExpected) {
     return;
   }
+  expected->isExpected = false;
   const Name& name = expected->name;
   if (!expected->isMatched) {
     std::erase(slotLocked(expected->from, name).expected, expected);

@@ -83,8 +83,9 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Says that a value is expected. With `into`, the value goes into these tensors. The caller must not read or change
   // them before wait() has returned.
   std::shared_ptr<Expected> post(Peer& from, const Name& name, std::optional<std::vector<at::Tensor>> into);
-  // Waits for the value and returns it, once. Throws RpcFailure. A value that has not come by `timeout` (0: none) is no
-  // longer expected. Throws std::invalid_argument if the value does not fit the posted tensors.
+  // Waits for the value and returns it, once; later calls throw std::runtime_error. Throws RpcFailure. A value that has
+  // not come by `timeout` (0: none) is not expected until the next call. Throws std::invalid_argument if the value does
+  // not fit the posted tensors.
   Value wait(const std::shared_ptr<Expected>& expected, std::chrono::milliseconds timeout);
   // Stops expecting the value. If it has begun to arrive in tensors that were posted, they may still be written.
   void cancel(const std::shared_ptr<Expected>& expected);
@@ -160,6 +161,8 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   void forgetIfEmptyLocked(const Peer& from, const Name& name);
   // Takes the first wait for this value out of its slot. Null if there is none.
   ExpectedPtr takeExpectedLocked(const Peer& from, const wire::PutName& name);
+  // Puts the wait into its slot, or gives it a value, unless it has been there since its last cancel().
+  void expect(const ExpectedPtr& expected);
   // Gives a value to the wait for it.
   void matchLocked(const ArrivalPtr& arrival, const ExpectedPtr& expected, Aftermath& after);
   // Notes that a body was taken or dropped.

@@ -54,7 +54,9 @@ class Channel::Expected {
   Peer& from;
   const Name name;
   const std::optional<std::vector<at::Tensor>> into;
+  std::atomic<bool> isTaken{false}; // wait() has returned the value, or refused it
   // Guarded by the channel's mutex until isDone:
+  bool isExpected = false; // in a slot, or matched
   bool isMatched = false; // a value is being received for it
   IncomingMessage message;
   bool isInOthersMemory = false; // the message is in tensors that were posted for another wait
