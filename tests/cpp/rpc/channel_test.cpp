@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <future>
+#include <stdexcept>
 #include <thread>
 
 namespace torch_ucx_rpc {
@@ -348,6 +349,26 @@ TEST_F(ChannelTest, ValueOfAnEndedWaitGoesToTheNextWait) {
   EXPECT_TRUE(channel(1).wait(next, milliseconds(1000)).tensors.front().equal(at::full({kMiB}, 7, at::kByte)));
   put(0, 1, "x", {at::ones({2})});
   EXPECT_EQ(take(1, 0, "x").front().numel(), 2) << "each value is taken once";
+}
+
+TEST_F(ChannelTest, ValueOfAnEndedWaitGoesToItsRepetition) {
+  startInEpoch(2);
+  const at::Tensor into = at::zeros({kMiB}, at::kByte);
+  const auto expected = post(1, 0, "x", std::vector<at::Tensor>{into});
+  IncomingMessage message = largeValue("x");
+  const uint64_t bytes = kMiB;
+  Channel::Verdict verdict =
+      channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
+  ASSERT_EQ(verdict.into.size(), 1u);
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    EXPECT_TRUE(contains(failureOf(1, expected, milliseconds(50)), "no value has come"));
+  }
+  std::memset(verdict.into.front().get(), 7, kMiB);
+  message.spans.push_back({std::move(verdict.into.front()), bytes});
+  channel(1).onPut(std::move(message), {});
+  EXPECT_TRUE(channel(1).wait(expected, milliseconds(1000)).tensors.front().is_same(into));
+  EXPECT_TRUE(into.equal(at::full({kMiB}, 7, at::kByte)));
+  EXPECT_THROW((void)channel(1).wait(expected, milliseconds(1000)), std::runtime_error) << "the value is taken once";
 }
 
 TEST_F(ChannelTest, WaitTimesOutWithoutAnEvent) {
