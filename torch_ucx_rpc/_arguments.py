@@ -46,11 +46,15 @@ def check_str(argument: str, value: object) -> None:
         raise wrong_value(argument, "a str that is not empty", value)
 
 
-def check_count(argument: str, least: int, expected: str, value: object) -> None:
+def check_int(argument: str, expected: str, value: Any) -> int:
     # Python treats True as an int.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(argument, f"an int, {expected}", value)
-    if value < least:
+        raise wrong_type(argument, expected, value)
+    return value
+
+
+def check_count(argument: str, least: int, expected: str, value: object) -> None:
+    if check_int(argument, f"an int, {expected}", value) < least:
         raise wrong_value(argument, f"at least {least}, {expected}", value)
 
 

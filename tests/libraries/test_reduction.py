@@ -514,38 +514,6 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_different_quorums_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(3, push_with_other_quorums, Steps(tmp_path))
-
-
-def waits_for_second(server: reduction.Server) -> bool:
-    return server.office.ask(None, "missing", f"{server.name}/tensors") == ("worker2",)
-
-
-def push_with_other_quorums(rank: int, steps: Steps) -> None:
-    if rank:
-        for kind, quorum, wrong, mean in (("all", None, 1, 1.5), ("one", 1, None, float(rank))):
-            server = reduction.serve("worker0", trainers=["worker1", "worker2"], name=kind)
-            push = functools.partial(reduction.push_pull_async, server, torch.full((4,), float(rank)))
-            if rank == 1:
-                future = push(quorum=quorum)
-                if quorum is None:
-                    eventually(functools.partial(waits_for_second, server), "the first trainer takes part")
-                else:
-                    future.wait()
-                steps.done(kind)
-            else:
-                steps.wait_for(kind)
-                with pytest.raises(ValueError, match=f"'worker2' gives quorum={wrong} for '{kind}/.*quorum={quorum}"):
-                    push(quorum=wrong).wait()
-                # The trainer may push again with the others' quorum.
-                future = push(quorum=quorum)
-            assert torch.equal(future.wait(), torch.full((4,), mean))
-            with pytest.raises(ValueError, match=f"quorum={wrong} for {kind!r}.*quorum={quorum} before"):
-                push(quorum=wrong)
-    steps.meet("done", rank, 3)
-
-
 def test_a_step_that_runs_out_of_time_names_the_missing(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, miss_a_trainer, Steps(tmp_path), options={"rpc_timeout": 2})
 

@@ -141,6 +141,38 @@ def come_back_with_gradients(rank: int, steps: Steps) -> None:
     steps.done("over 2")
 
 
+def test_different_quorums_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, push_with_other_quorums, Steps(tmp_path))
+
+
+def waits_for_second(server: reduction.Server) -> bool:
+    return server.office.ask(None, "missing", f"{server.name}/tensors") == ("worker2",)
+
+
+def push_with_other_quorums(rank: int, steps: Steps) -> None:
+    if rank:
+        for kind, quorum, wrong, mean in (("all", None, 1, 1.5), ("one", 1, None, float(rank))):
+            server = reduction.serve("worker0", trainers=["worker1", "worker2"], name=kind)
+            push = functools.partial(reduction.push_pull_async, server, torch.full((4,), float(rank)))
+            if rank == 1:
+                future = push(quorum=quorum)
+                if quorum is None:
+                    eventually(functools.partial(waits_for_second, server), "the first trainer takes part")
+                else:
+                    future.wait()
+                steps.done(kind)
+            else:
+                steps.wait_for(kind)
+                with pytest.raises(ValueError, match=f"'worker2' gives quorum={wrong} for '{kind}/.*quorum={quorum}"):
+                    push(quorum=wrong).wait()
+                # The trainer may push again with the others' quorum.
+                future = push(quorum=quorum)
+            assert torch.equal(future.wait(), torch.full((4,), mean))
+            with pytest.raises(ValueError, match=f"quorum={wrong} for {kind!r}.*quorum={quorum} before"):
+                push(quorum=wrong)
+    steps.meet("done", rank, 3)
+
+
 def test_restarted_server_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})

@@ -12,7 +12,7 @@ from torch_ucx_rpc._workers import epochs
 from torch_ucx_rpc._workers.epochs import Epochs
 from torch_ucx_rpc._workers.messages import Epoch, Member
 
-# `make nightly` runs ten times as many.
+# `make nightly` runs twenty times as many.
 FACTOR = int(os.environ.get("SCHEDULES", "1"))
 SCHEDULES = 50_000 * FACTOR
 LIMIT = 1.0

@@ -21,7 +21,7 @@ from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, R
 from torch_ucx_rpc.reduction._office import TimedOut
 from torch_ucx_rpc.reduction._steps import Steps
 
-# `make nightly` runs ten times as many.
+# `make nightly` runs twenty times as many.
 SCHEDULES = 6000 * int(os.environ.get("SCHEDULES", "1"))
 SPEC = Spec("server", ("host",), 1, None, None, 100)
 

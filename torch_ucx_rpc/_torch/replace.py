@@ -21,7 +21,7 @@ OFF = ("", "0")
 
 _logger = logging.getLogger(__name__)
 
-# What replaces TensorPipe, as the warning names it; None if nothing does.
+# The variable or function that asked for UCX, for the warning; None if TensorPipe stays.
 _replaced_by: str | None = None
 _said = False
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_ucx_rpc._arguments import check_timeout, check_type, wrong_type, wrong_value
+from torch_ucx_rpc._arguments import check_int, check_timeout, check_type, wrong_type, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc.channel._rpc_slots import rpc_slots
@@ -221,10 +221,7 @@ def _check_timeout(timeout: object) -> None:
 
 
 def _check_epoch(epoch: int) -> None:
-    # Python treats True as an int.
-    if isinstance(epoch, bool) or not isinstance(epoch, int):
-        raise wrong_type("epoch", "an int", epoch)
-    if not 0 <= epoch < 2**63:
+    if not 0 <= check_int("epoch", "an int", epoch) < 2**63:
         raise wrong_value("epoch", "from 0 to 2**63 - 1", epoch)
 
 

@@ -89,8 +89,8 @@ def state(
         check_type("model", nn.Module, "an nn.Module", model)
     if optimizer is not None:
         check_type("optimizer", torch.optim.Optimizer, "this trainer's torch.optim.Optimizer", optimizer)
-    if optimizer is not None and model is None:
-        raise ValueError("optimizer needs model=: a late trainer takes the state of both; give both, or neither")
+        if model is None:
+            raise ValueError("optimizer needs model=: a late trainer takes the state of both; give both, or neither")
     ranks = None
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size(process_group)
