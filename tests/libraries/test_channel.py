@@ -94,21 +94,23 @@ def fill_posted(rank: int, steps: Steps) -> None:
     assert all(torch.equal(one, torch.ones_like(one)) for one in pair)
 
 
-def test_a_second_wait_for_a_value_says_that_it_is_taken(run_on_both: RunWorkers) -> None:
-    run_on_both(2, wait_twice)
+def test_a_second_wait_for_a_value_says_that_it_is_taken(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, wait_twice, Steps(tmp_path))
 
 
-def wait_twice(rank: int) -> None:
+def wait_twice(rank: int, steps: Steps) -> None:
     channel, other = Channel("twice"), f"worker{1 - rank}"
-    for value in (torch.ones(1), torch.ones(40_000)):
-        posted = channel.post(other, "value")
-        # The second wait leaves a later value under the same tag alone.
-        channel.put(other, "value", value)
+    for size in (1, 40_000):
+        tag, value = f"value of {size}", torch.ones(size)
+        posted = channel.post(other, tag)
+        channel.put(other, tag, value)
         assert torch.equal(posted.wait(), value)
-        channel.put(other, "value", 2 * value)
-        with pytest.raises(RuntimeError, match=TAKEN.format(other)):
+        steps.meet(f"taken {size}", rank, 2)
+        # The second wait leaves a later value under the same tag alone.
+        channel.put(other, tag, 2 * value)
+        with pytest.raises(RuntimeError, match=TAKEN.format(tag, other)):
             posted.wait()
-        assert torch.equal(channel.take(other, "value"), 2 * value)
+        assert torch.equal(channel.take(other, tag), 2 * value)
     posted = channel.post(other, "unfit", torch.zeros(2))
     channel.put(other, "unfit", torch.ones(1))
     with pytest.raises(ValueError, match="does not fit"):
@@ -117,7 +119,7 @@ def wait_twice(rank: int) -> None:
         posted.wait()
 
 
-TAKEN = r"the value under tag 'value' from worker '{}' has been taken: wait\(\) returns it once"
+TAKEN = r"the value under tag '{}' from worker '{}' has been taken: wait\(\) returns it once"
 
 
 def test_a_wait_that_has_timed_out_may_be_repeated(run_on_both: RunWorkers, tmp_path: Path) -> None:
