@@ -16,8 +16,9 @@ VENV ?= .venv
 JOBS ?=
 BACKEND ?= UCX
 
-# Without stored bytecode each worker of a test compiles the test's modules again.
-unexport PYTHONDONTWRITEBYTECODE
+# Without stored bytecode each worker of a test compiles the test's modules again. Without buffers Python writes a line
+# and its end apart, and lines of several processes mix.
+unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
