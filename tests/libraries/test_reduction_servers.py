@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def come_back_with_gradients(rank: int, steps: Steps) -> None:
         # The steps of these servers go on without worker2.
         steps.wait_for("stopped")
         assert [push(name, 1.0) for name in ("between", "within", "quorum") for _ in range(2)] == [-1.0, -2.0] * 3
+        servers["quorum"].leave()
         steps.done("alone")
         for name in ("between", "within"):
             while not steps.is_done(f"over {name}"):
@@ -133,12 +135,61 @@ def come_back_with_gradients(rank: int, steps: Steps) -> None:
         assert server.contributors == both
         server.leave()
         steps.done(f"over {name}")
-    assert push("quorum", 99.0) == -2.0 - 99.0
+    # All trainers with a later state have left. Nothing is lost, since the host has the parameters.
+    with unittest.TestCase().assertNoLogs("torch_ucx_rpc", "WARNING"):
+        assert push("quorum", 99.0) == -2.0 - 99.0
     assert servers["quorum"].contributors == reduction.Contributors(("worker2",), 0, 1)
     # The others have waited with this step.
     assert push("present", 9.0) == -5.0
     assert servers["present"].contributors == both
     steps.done("over 2")
+
+
+class SlowlySteppingSGD(torch.optim.SGD):
+    """Waits, in the step with worker 2's gradients, until worker 2 is stopped."""
+
+    def __init__(self, parameters: list[nn.Parameter], steps: Steps) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.steps = steps
+
+    def step(self) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].grad.item() == 99.0:
+            self.steps.done("stepping")
+            self.steps.wait_for("stopped", timeout=60)
+        super().step()
+
+
+def test_gradients_count_once_if_their_trainer_is_stopped(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, be_stopped_within_a_step, Steps(tmp_path))
+
+
+def be_stopped_within_a_step(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        steps.wait_for("stepping")
+        with stopped(int((steps.directory / "number").read_text())):
+            steps.done("stopped")
+            steps.wait_for("alone", timeout=60)
+        steps.wait_for("over 1", "over 2", timeout=60)
+        return
+    make = functools.partial(SlowlySteppingSGD, steps=steps)
+    server = reduction.serve("worker0", parameters=[torch.zeros(1)], optimizer=make)
+
+    def push(gradient: float) -> float:
+        return reduction.push_pull(server, torch.full((1,), gradient), quorum=1).item()
+
+    push(0.0)
+    steps.meet("begun", rank - 1, 2)
+    if rank == 2:
+        (steps.directory / "number").write_text(str(os.getpid()))
+        # This process is stopped while the host applies these gradients.
+        assert push(99.0) == -99.0 - 2.0
+        steps.done("over 2")
+    else:
+        steps.wait_for("stopped")
+        assert [push(1.0), push(1.0)] == [-100.0, -101.0]
+        steps.done("alone")
+        steps.wait_for("over 2", timeout=60)
+        steps.done("over 1")
 
 
 def test_different_quorums_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ KEY = "server/model"
 def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
     optimizer = pickle.dumps(functools.partial(torch.optim.SGD, lr=1.0))
     spec = Spec("server", ("host0", "host1"), 1, optimizer, str(tmp_path), 1)
+    opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
     other = Shard(spec, tmp_path / "server-model-1.pt", [torch.zeros(2)])
 
     def update() -> None:
-        other.prepare([torch.ones(2)], 1)
+        other.prepare([torch.ones(2)], opening)
         other.apply()
 
     update()
@@ -31,11 +32,10 @@ def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
     # While host1 is away, a trainer asks this host, which reads the checkpoint. Then host1 returns and continues.
     assert host.fill(KEY, 1, spec, [torch.zeros(2)]).restored_from
     update()
-    early = host.parameters(KEY, 1, spec, 2)
-    opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
+    early = host.values(KEY, 1, spec, 2)
     assert host._prepare(opening, 1).step == 2
-    assert early.wait()[0].tolist() == [-2.0, -2.0]
-    assert host.parameters(KEY, 1, spec, 2).wait()[0].tolist() == [-2.0, -2.0]
+    assert early.wait().parameters[0].tolist() == [-2.0, -2.0]
+    assert host.values(KEY, 1, spec, 2).wait().parameters[0].tolist() == [-2.0, -2.0]
 
 
 def test_requests_for_parameters_that_are_lost_fail() -> None:
@@ -45,7 +45,7 @@ def test_requests_for_parameters_that_are_lost_fail() -> None:
     host.fill(KEY, 1, spec, [torch.zeros(2)])
     opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
     host._prepare(opening, 1)
-    early = host.parameters(KEY, 1, spec, 9)
+    early = host.values(KEY, 1, spec, 9)
     # Other hosts have continued without this one, and none has saved.
     with pytest.raises(RuntimeError, match="has no parameters of 'server/model'"):
         host._prepare(opening._replace(generation=99, step=9, committed=88), 1)

@@ -391,7 +391,7 @@ def test_parameters_that_do_not_come_in_time_are_an_error() -> None:
         with pytest.raises(
             RuntimeError, match="parameters of 'server/parameters' have not come within rpc_timeout: this"
         ):
-            steps.parameters_of({0})
+            steps.values_of({0}, 1)
 
 
 def test_a_step_waits_for_a_silent_host_that_keeps_parameters() -> None:

@@ -39,6 +39,13 @@ class Fill(NamedTuple):
     restored_from: str | None
 
 
+class Values(NamedTuple):
+    """The parameters of a shard, and the last generation whose applied step has each trainer's gradients."""
+
+    parameters: list[Tensor]
+    counted: dict[str, int]
+
+
 class Shard:
     """The parameters of one shard, with their optimizer. ``lock`` guards them."""
 
@@ -49,6 +56,8 @@ class Shard:
         self.committed = self.prepared = NEVER
         self.restored_from: str | None = None
         self.mean: list[Tensor] = []
+        self.contributors: tuple[str, ...] = ()
+        self.counted: dict[str, int] = {}
         self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
         self.optimizer: torch.optim.Optimizer = pickle.loads(spec.optimizer)(self.parameters)
         self._path = path
@@ -56,7 +65,7 @@ class Shard:
         # Guards the requests for the parameters, each with the step that it waits for. Threads hold it only for
         # moments.
         self.asking = threading.Lock()
-        self.requests: list[tuple[int, Future[list[Tensor]]]] = []
+        self.requests: list[tuple[int, Future[Values]]] = []
 
     @classmethod
     def restored(cls, spec: Spec, path: Path) -> Shard:
@@ -70,10 +79,10 @@ class Shard:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(parameter.shape) for parameter in self.parameters]
 
-    def prepare(self, mean: list[Tensor], generation: int) -> None:
+    def prepare(self, mean: list[Tensor], opening: Opening) -> None:
         """Keep the mean of the step, which is not closed yet."""
         with self.lock:
-            self.mean, self.prepared = mean, generation
+            self.mean, self.contributors, self.prepared = mean, opening.contributors, opening.generation
 
     def apply(self) -> None:
         """Apply the mean of the step, which has been closed. The caller holds the lock."""
@@ -82,6 +91,7 @@ class Shard:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.mean = []
+        self.counted |= dict.fromkeys(self.contributors, self.prepared)
         self.go_to(self.step + 1, self.prepared)
         if self.step % self._every == 0:
             self._save()
@@ -90,9 +100,9 @@ class Shard:
         """Go to a step. If it does not follow the last update, the updates in between are lost."""
         self.step, self.committed, self.prepared = step, committed, NEVER
 
-    def when(self, step: int) -> Future[list[Tensor]]:
+    def when(self, step: int) -> Future[Values]:
         """Return a future that `tell` completes with the parameters, once all steps before this one are applied."""
-        future: Future[list[Tensor]] = Future()
+        future: Future[Values] = Future()
         with self.asking:
             self.requests.append((step, future))
         return future
@@ -102,7 +112,8 @@ class Shard:
         with self.lock, self.asking:
             due = [future for step, future in self.requests if step <= self.step]
             self.requests = [one for one in self.requests if one[0] > self.step]
-            values = [parameter.detach().clone() for parameter in self.parameters] if due else []
+            parameters = [parameter.detach().clone() for parameter in self.parameters] if due else []
+            values = Values(parameters, {**self.counted})
         for future in due:
             future.set_result(values)
 
@@ -182,7 +193,7 @@ class Host:
                 shard = self._shards[key, number] = Shard(spec, _path(spec, key, number), tensors)
             return Fill(shard.shapes, shard.restored_from)
 
-    def parameters(self, key: str, number: int, spec: Spec, step: int) -> Future[list[Tensor]]:
+    def values(self, key: str, number: int, spec: Spec, step: int) -> Future[Values]:
         """Return the parameters after a step. Raises RuntimeError if they are lost."""
         with self._office.changed:
             shard = self._find(key, number, spec)
@@ -268,7 +279,7 @@ class Host:
         mean = _mean(names, [list(one.wait(0)) for one in posted])
         if shard is not None:
             _check_shapes(names[0], mean, shard)
-            shard.prepare(mean, opening.generation)
+            shard.prepare(mean, opening)
             mean = [torch.empty(0)]
         for name in opening.recipients:
             channel.put(name, f"mean {tag}", mean, timeout=0)

@@ -27,7 +27,7 @@ from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.channel._channel import advance_all
 from torch_ucx_rpc.reduction._decider import Decider
-from torch_ucx_rpc.reduction._host import Fill, Host
+from torch_ucx_rpc.reduction._host import Fill, Host, Values
 from torch_ucx_rpc.reduction._messages import CHANNELS, NEVER, Knowledge, Opening, Report, Spec, channel_of, generation
 
 _logger = logging.getLogger(__name__)
@@ -484,6 +484,6 @@ def fill(key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
 
 
 @rpc.functions.async_execution
-def parameters(key: str, number: int, spec: Spec, step: int) -> Future[list[Tensor]]:
-    """Call `Host.parameters` of this worker."""
-    return office().host.parameters(key, number, spec, step)
+def values(key: str, number: int, spec: Spec, step: int) -> Future[Values]:
+    """Call `Host.values` of this worker."""
+    return office().host.values(key, number, spec, step)

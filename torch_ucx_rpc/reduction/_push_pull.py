@@ -101,8 +101,9 @@ def _finish(server: Server, steps: Steps, tensors: list[Tensor], is_one: bool, f
         [results] = steps.finish()
         if server.spec.optimizer is not None:
             of = spread([tensor.numel() for tensor in tensors], len(server.hosts))
-            values = {shard: iter(its) for shard, its in steps.parameters_of({*of}).items()}
-            results = [next(values[shard]) for shard in of]
+            values = steps.values_of({*of}, steps.standing.step)
+            parameters = {shard: iter(its.parameters) for shard, its in values.items()}
+            results = [next(parameters[shard]) for shard in of]
         server.shapes = [tuple(tensor.shape) for tensor in tensors]
     except Exception as error:
         fail(future, error)

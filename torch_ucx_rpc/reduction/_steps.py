@@ -20,9 +20,10 @@ from torch.futures import Future
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.errors import CallTimedOut, EpochEnded
+from torch_ucx_rpc.reduction._host import Values
 from torch_ucx_rpc.reduction._ledger import Next, Standing
 from torch_ucx_rpc.reduction._messages import NEVER, Opening, Report, channel_of
-from torch_ucx_rpc.reduction._office import Office, TimedOut, give, office, parameters
+from torch_ucx_rpc.reduction._office import Office, TimedOut, give, office, values
 from torch_ucx_rpc.reduction._plan import cut, plan, spread
 
 _logger = logging.getLogger(__name__)
@@ -272,7 +273,8 @@ class Steps:
             elif what is Next.TAKE:
                 self._take_state(opening, deadline)
             elif what is Next.FALL_BEHIND:
-                self._fall_behind()
+                if self._fall_behind(opening):
+                    return
             elif what is Next.REFUSED and opening.refusal is not None:
                 name, reason = opening.refusal
                 raise ValueError(reason) if name else RuntimeError(reason)
@@ -346,17 +348,29 @@ class Steps:
 
     # -- the state of the model
 
-    def _fall_behind(self) -> None:
-        step = self.standing.step
+    def _fall_behind(self, opening: Opening) -> bool:
+        """Give up the state for the others' later state. Returns True if that state has the gradients of this step."""
+        step, prepared = self.standing.step, self.standing.prepared
         if self._copy is None and not self._keeps:
             self.leave()
             raise RuntimeError(self._behind(step))
         _logger.info("%s is behind in step %d of %s", self._office.name, step, self.key)
+        # With parameters on the hosts, a quorum means asynchronous training: gradients of older steps count, once.
+        is_asynchronous = self._keeps and self.quorum is not None
+        have_counted = False
+        if is_asynchronous and prepared != NEVER:
+            counted = self.values_of({0}, opening.step)[0].counted
+            have_counted = counted.get(self._office.name) == prepared
         with self._office.changed:
+            if have_counted:
+                self.contributors_at = (time.monotonic(), self._prepared_by)
+                self._is_finishing = False
+                self.standing.begin(opening.step, opening.committed)
+            else:
+                self.standing.lose(is_late=not is_asynchronous)
             self._is_begun = False
-            # With parameters on the hosts, a quorum means asynchronous training: gradients of older steps count.
-            self.standing.lose(is_late=not self._keeps or self.quorum is None)
         self._say()
+        return have_counted
 
     def _behind(self, step: int) -> str:
         return (
@@ -384,7 +398,7 @@ class Steps:
                 return
             state, step, committed = found
             self._copy.load(state)
-        if is_first and self.standing.former[1] != NEVER:
+        if is_first and not self._keeps and self.standing.former[1] != NEVER:
             _logger.warning(
                 "%s: all trainers with a later state of %s have ended; it goes on from step %d",
                 self._office.name,
@@ -492,12 +506,12 @@ class Steps:
             return "no trainer is missing: a host hangs, or the network is cut or slow"
         return "the decider of its epoch does not answer"
 
-    def parameters_of(self, shards: set[int]) -> dict[int, list[Tensor]]:
-        """Return the parameters of these shards after the last step, from hosts with an optimizer."""
+    def values_of(self, shards: set[int], step: int) -> dict[int, Values]:
+        """Return the parameters of these shards at the beginning of a step, or later, from hosts with an optimizer."""
         deadline = rpc_deadline()
-        values: dict[int, list[Tensor]] = {}
+        found: dict[int, Values] = {}
         tried: Opening | None = None
-        while shards - values.keys():
+        while shards - found.keys():
             with self._office.changed:
                 while (opening := self._office.opening(self.key)) is None or opening is tried or not opening.hosts:
                     try:
@@ -508,17 +522,16 @@ class Steps:
                         ) from None
             tried = opening
             try:
-                step = self.standing.step
                 calls = {
-                    shard: rpc.rpc_async(opening.hosts[shard], parameters, args=(self.key, shard, opening.spec, step))
-                    for shard in shards - values.keys()
+                    shard: rpc.rpc_async(opening.hosts[shard], values, args=(self.key, shard, opening.spec, step))
+                    for shard in shards - found.keys()
                 }
                 for shard, call in calls.items():
-                    values[shard] = call.wait()
+                    found[shard] = call.wait()
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
-        return values
+        return found
 
 
 def _fits(results: list[Tensor], tensors: list[Tensor]) -> bool:
