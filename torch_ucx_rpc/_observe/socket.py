@@ -2,7 +2,8 @@
 
 Each worker listens on a Unix socket with a name in Linux's abstract namespace, ``torch_ucx_rpc/<pid>/<random>``. Such a
 socket needs no folder, vanishes with its process, can be found in ``/proc/net/unix``, and cannot be reached from other
-hosts. The kernel identifies the user of a connection: the worker answers only its own user and root.
+hosts. The kernel identifies the user of a connection: the worker answers only its own user and root, and these ask no
+other user's worker, except root.
 
 A question is a line of JSON, an answer is one document of JSON, and neither side unpickles anything::
 
@@ -41,7 +42,8 @@ _PREFIX = "torch_ucx_rpc"
 _ANSWER_S = 5.0
 # Limit for each step of a client: its question fits into one packet, and it reads the answer at once.
 _CLIENT_S = 10.0
-_LONGEST_QUESTION = 1 << 20
+# Limits in bytes.
+_LONGEST_QUESTION, _LONGEST_ANSWER = 1 << 20, 1 << 28
 # At the end of the agent, limit for an answer under way.
 _FAREWELL_S = 0.5
 # The pause when this process can open no more files.
@@ -151,13 +153,20 @@ class Found(NamedTuple):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_CLIENT_S)
             connection.connect(_address(self.name))
+            if os.geteuid() not in (_uid(connection), 0):
+                raise OSError("it belongs to another user")
             connection.sendall(json.dumps(list(ranks)).encode() + b"\n")
-            text = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            text = bytearray()
+            while (packet := connection.recv(1 << 16)) and len(text) < _LONGEST_ANSWER:
+                text += packet
         if not text:
-            raise OSError("the worker does not answer: it belongs to another user, or is about to end")
+            raise OSError("the worker does not answer: it is about to end")
+        answers = json.loads(text) if len(text) < _LONGEST_ANSWER else None
+        if not isinstance(answers, dict):
+            raise ValueError("that is not the answer of a worker")
         return {
             int(rank): values if isinstance(values, str) else Statistics.from_values(values)
-            for rank, values in json.loads(text).items()
+            for rank, values in answers.items()
         }
 
 
