@@ -86,7 +86,7 @@ $(EDITABLE): setup.cfg pyproject.toml setup.py
 	@$(PIP) --quiet install --no-build-isolation --no-deps --editable .
 	@touch $@
 
-# An extra of setup.cfg: test, examples, lint
+# An extra of setup.cfg, such as test or docs.
 $(VENV)/.extra-%: setup.cfg | $(ENVIRONMENT)
 	@$(PIP) --quiet install $$($(PY) $(NEEDS) $*)
 	@touch $@

@@ -1,4 +1,5 @@
-# Sourced by the scripts of this folder. They run in the repository's root with the tools of VENV first on PATH.
+# Sourced by the scripts of this folder, except fresh.sh. They run in the repository's root, with the tools of VENV
+# first on PATH.
 #
 #   VENV=.venv     the environment, which `make build` makes
 #

@@ -1,4 +1,4 @@
-"""Prepare files for a GPU machine without a network, and replace the installation there."""
+"""Prepare files for a GPU machine without a network, and write the metadata of an installation there."""
 
 from __future__ import annotations
 

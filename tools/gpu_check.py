@@ -11,7 +11,8 @@ This program uses the torch of the Python that runs it, a CUDA build, and never 
 .venv-gpu, sees the packages beside that torch and adds missing ones, from FOLDER if --wheels names it. The compiled
 extension in FOLDER is used if it can be imported. Otherwise one is built.
 
-The results are in the folder --out ($OUT, or build/gpu-check): at most 8 small files. supervisor.py describes them.
+The results are in the folder --out ($OUT, or build/gpu-check): small files, at most 8 of `first` or of `second`.
+supervisor.py describes them.
 """
 
 from __future__ import annotations

@@ -104,7 +104,9 @@ def main() -> None:
     parser.add_argument("versions", nargs="*", help="versions of torch (default: the oldest and the newest)")
     parser.add_argument("--python", nargs="*", default=[], help="such as 3.12, or a path (default: this one)")
     parser.add_argument(
-        "--verb", default="test-cpp test-python", help="what to make; all C++ and Python tests, by default"
+        "--verb",
+        default="test-cpp test-python",
+        help="targets of make (default: all C++ tests, and the Python tests of `make test`)",
     )
     arguments = parser.parse_args()
     versions = arguments.versions or [build_environment.dotted(build_environment.oldest_torch()) + ".0", newest_torch()]

@@ -60,7 +60,8 @@ class Calls {
   std::map<std::string, std::atomic<uint64_t>> counts_;
 };
 
-// Each function of the driver begins with one of these: CALLED_EARLY if it does not need cuInit(), else CALLED.
+// The functions of the driver begin with one of these, except cuGetErrorString: CALLED_EARLY if it does not need
+// cuInit(), else CALLED.
 //
 // UCX writes a jump to the beginning of a function: 5 bytes, or 12 if its own code is more than 2 GiB away. It must
 // know the instructions that it replaces. A frame of more than 127 bytes needs a longer instruction, so these

@@ -1,4 +1,5 @@
-// Compares cuda.h with the declarations of the sources and of the stub. The test passes if this compiles.
+// Compares cuda.h with the sources' declarations, and with the stub's numbers and structures. The test passes if this
+// compiles.
 
 #include "cuda_numbers.h"
 

@@ -72,7 +72,7 @@ class Worker {
     });
   }
 
-  // The number of this worker's messages in both directions.
+  // Sets the devices of the other worker on which tensors of this worker's requests and answers arrive.
   void setDeviceMaps(const DeviceMap& requests, const DeviceMap& answers) const {
     const std::string other = nameOf(otherRank());
     agent_->deviceMaps().set({{other, requests}}, {{other, answers}}, {fake()});

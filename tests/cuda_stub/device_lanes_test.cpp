@@ -294,7 +294,7 @@ void expectDeviceMemoryIsRefused(const Environment& environment, const std::stri
 // UCX copies a message of 8 MiB through the host's shared memory in pieces of 8 KiB. It waits for the device after each
 // piece, under the worker lock.
 constexpr uint64_t kStaged = 8 * kMiB;
-constexpr uint64_t kPieces = kStaged / (9 * kKiB);
+constexpr uint64_t kPieces = kStaged / (9 * kKiB); // a lower bound
 
 // ------------------------------------------------------------------------------------------------- lanes and protocols
 

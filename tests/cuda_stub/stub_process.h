@@ -230,7 +230,7 @@ class TwoProcesses {
   std::unique_ptr<Process> second;
 };
 
-// UCX copies and waits for the device with these functions of the driver.
+// With these functions of the driver UCX copies, waits for the device, and shares memory.
 inline constexpr std::array<const char*, 7> kCounted{
     "cuMemcpyAsync",
     "cuMemcpyDtoDAsync_v2",

@@ -37,8 +37,9 @@ class Misfortunes:
 
     Attributes:
         expected: the kinds, each of which must happen.
-        timeline: all misfortunes. ``at`` is the time of the monotonic clock at which one began. If it may make living
-        workers lose each other, ``parted`` is the time from which on it may.
+        timeline: all misfortunes. ``at`` is the time of the monotonic clock at which one began, and ``until`` is its
+            end, if it lasts. If it may make living workers lose each other, ``parted`` is the time from which on it
+            may. If a group may leave out silent workers, ``left out`` is the time from which on it may.
     """
 
     expected: tuple[str, ...] = ()
@@ -118,7 +119,7 @@ class Chaos(Misfortunes):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
             self._log("kill while stopped")
             self._end(rank)
-            # Starting the next process also continues the stopped one.
+            # The end of the block sends SIGCONT to the current process of this rank, so start it here.
             self._start(rank)
 
     def _no_files(self) -> None:

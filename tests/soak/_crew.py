@@ -34,7 +34,7 @@ _LONGEST_OUTPUT = 4000
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A sample of a worker at a point in time."""
+    """The resources of a worker's process at one time."""
 
     time: float
     resident_bytes: int

@@ -1,8 +1,8 @@
 """The journal of a worker, in files that outlive it however it ends.
 
 Each process has two files, named by its rank and generation. ``3.2.calls``, an array of `ENTRY`, belongs to the third
-process that had rank 3. ``3.2.events`` has the failed calls and the memberships, one JSON object a line. Times come
-from the monotonic clock, which all processes of a machine share.
+process that had rank 3. ``3.2.events`` has all other notes, such as failed calls and memberships, one JSON object a
+line. Times come from the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 
 class Step(enum.IntEnum):
-    """The outcome of a call. A call of the kind "nested" consists of several, and each is executed once."""
+    """The steps of a call. A call of the kind "nested" consists of several, and each is executed once."""
 
     BEGUN = 0
     EXECUTED = 1

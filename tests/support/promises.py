@@ -1,7 +1,7 @@
-"""The promises of the README and of docs/failure_model.md, and their tests.
+"""The promises of the README and of the two pages on failures, and their tests.
 
 test_promises.py checks that each test exists, and that this file has each statement of the README's list and each
-sentence of the lists under "Promises".
+sentence of the lists under "Promises" in docs/failure_model.md.
 
 An entry has a few words of its promise: the page must contain them. A test is the name of a Python test, a suite of C++
 tests ("HeartbeatTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), a benchmark

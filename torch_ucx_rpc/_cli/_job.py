@@ -44,7 +44,8 @@ _GOODBYE_S = 30.0
 _NEWS_S = 5.0
 
 # Keys of the Store. The first two have the first failure of each attempt and the first signal of the job, as JSON. The
-# others count the machines that are done with an attempt, and those that have refused to start.
+# others count the machines that are done with an attempt, and those that have refused to start. A key with "/read"
+# appended counts the machines that know that news.
 _FAILED = "torch_ucx_rpc/run/{attempt}/failed"
 _INTERRUPTED = "torch_ucx_rpc/run/interrupted"
 _DONE = "torch_ucx_rpc/run/{attempt}/done"

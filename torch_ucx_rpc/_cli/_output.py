@@ -65,7 +65,7 @@ class Stream:
             return
         try:
             for line in lines:
-                # One write for the whole line, since other streams write to the same target.
+                # One write for the whole line, since the main thread may write to the same target.
                 self._target.write(self._prefix + line)
             self._target.flush()
         except OSError as error:

@@ -13,7 +13,7 @@ from ._virtual_hosts import VirtualHosts
 
 
 class Fate:
-    """Cuts, heals and powers off hosts by order of a worker. The worker runs on a host, and picks the moment.
+    """Cuts, heals and powers off hosts on the order of a worker. The worker runs on a host, and picks the moment.
 
     The pytest process runs it in a ``with``, and pickles it to the workers::
 
@@ -33,9 +33,7 @@ class Fate:
         self._address = address
 
     def of(self, host: str, what: str, *args: float) -> None:
-        """Order ``what``: "cut", "cut_for" (a number of seconds), "heal" or "power_off". Return when it is done.
-
-        For workers.
+        """For workers: call the method ``what`` of a `VirtualHost`, such as "cut" or "cut_for". Return when it is done.
         """
         # A Unix socket with a path can be reached from every network namespace.
         with Client(self._address) as desk:

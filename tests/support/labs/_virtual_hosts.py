@@ -85,7 +85,7 @@ exec nsenter --target $pid --net --ipc --uts --mount --pid --wd="$PWD" -- bash -
 
 
 class VirtualHost:
-    """One of `VirtualHosts`."""
+    """One of `VirtualHosts`, or their ``head``."""
 
     def __init__(self, name: str, address: str, hosts_file: Path, switch: VirtualHost | None) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class VirtualHost:
             "echo up",
             "exec sleep infinity",
         ]
-        # The first process of the host: the host ends with it, and it ends with this process.
+        # The parent of the host's first process. The host ends with either, and both end with this process.
         self._holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *self._spaces, "--fork", "--kill-child"]
             + ([] if switch is None else ["--mount-proc"])
@@ -136,7 +136,7 @@ class VirtualHost:
         return subprocess.run([*self._entering(options), *command], **options)
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """``subprocess.Popen`` on this host. ``kill()`` ends the program. Other signals do not reach it."""
+        """``subprocess.Popen`` on this host. ``kill()`` ends the program. Other signals reach it on ``head`` only."""
         return subprocess.Popen([*self._entering(options), "setpriv", "--pdeathsig", "KILL", *command], **options)
 
     def cut(self) -> None:

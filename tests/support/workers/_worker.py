@@ -34,7 +34,10 @@ FOREIGN_MODULES = r"(cuda|cupy|cupyx|cupy_backends|numba|numba_cuda|rmm)(\..*)?$
 
 
 class Transport(Enum):
-    """The transports between the workers of a job, all on this host."""
+    """The transports between the workers of a job.
+
+    SHARED_MEMORY leaves the choice to UCX, so virtual hosts are joined by TCP.
+    """
 
     SHARED_MEMORY = "shared memory"
     TCP = "tcp"

@@ -14,7 +14,7 @@ Invariants:
 
 * A worker is a child of the launcher, leads a session, and has no file of the starter.
 * The launcher alone knows, signals and awaits its workers. The starter keeps no list.
-* The starter has one thread, and no file but its socket. It refuses to fork otherwise, and says why.
+* The starter has one thread, and its imports have left no file open. It refuses to fork otherwise, and says why.
 * The program runs in workers only. If anything fails in the starter, it ends; it never goes on to the program.
 
 The starter forks a helper ahead of each batch of workers, and the helper forks the workers. Messages are lines of JSON

@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # The pause of a new worker between two checks whether the launcher is its parent.
 _INTERVAL_S = 0.002
-# Longer than any request.
+# Longer than most requests. `_receive` puts the parts of a longer one together.
 _REQUEST_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
