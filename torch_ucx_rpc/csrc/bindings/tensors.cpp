@@ -17,7 +17,7 @@ namespace {
 
 using FunctionModes = at::impl::PythonTorchFunctionTLS;
 
-// torch also has modes for its functions in Python, such as a default device.
+// Turns off the modes that OutsideModes turns off, and those of torch's functions in Python, such as a default device.
 class OutsideAllModes {
  public:
   void enter() {

@@ -23,7 +23,9 @@ namespace {
 using c10::IValue;
 using Slots = c10::SmallVector<int64_t, 64>;
 
-// Calls that write to storages of the same stripe take turns. There are many stripes, so two storages seldom share one.
+// Calls that write to storages of the same stripe take turns. Small storages seldom share a stripe. Large storages to
+// which malloc gives pages of their own all share one: they begin at the same offset in a page, and the stripe depends
+// on that offset alone.
 constexpr size_t kStripes = 64;
 std::array<std::mutex, kStripes>& stripes() {
   static auto* mutexes = new std::array<std::mutex, kStripes>(); // NOLINT(cppcoreguidelines-owning-memory): see define
@@ -165,8 +167,8 @@ class NativeOp final : public c10::OperatorKernel {
     return slots;
   }
 
-  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock. torch
-  // aligns memory to 64 bytes, so the lowest bits of an address would choose the same stripe each time.
+  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock. The six
+  // lowest bits of an address do not count: torch aligns memory to 64 bytes, so they are always 0.
   c10::SmallVector<std::unique_lock<std::mutex>, 4> takeTurn(const std::vector<IValue>& arguments) const {
     c10::SmallVector<size_t, 4> wanted;
     for (const size_t index : written_) {

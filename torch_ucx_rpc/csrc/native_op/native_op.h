@@ -50,10 +50,10 @@ struct NativeCompiler {
 // or one value of these types. A returned tensor is new, or is the argument that has the result's alias set. The caller
 // must have checked this.
 //
-// The kernel refuses arguments that the schema does not promise. A written tensor must not have elements that share
-// memory with each other or, in part, with another argument. Where gradients are enabled, no tensor may require one,
-// since there is no derivative. Calls that write to the same storage take turns, across all operators of this kind, so
-// that no update is lost. Throws c10::Error.
+// The kernel refuses two kinds of arguments. A written tensor must not have elements that share memory with each other
+// or, in part, with another argument. Where gradients are enabled, no tensor may require one, since there is no
+// derivative. Calls that write to the same storage take turns, across all operators of this kind, so that no update is
+// lost. Throws c10::Error.
 void defineNativeOp(const std::string& schema, NativeCompiler compiler);
 
 } // namespace torch_ucx_rpc

@@ -35,7 +35,7 @@ using torch::distributed::rpc::worker_id_t;
 // shutdown(). In a dynamic group, members come and go after start() too. Agent threads that are stuck in user code at
 // shutdown keep the object alive until they return.
 //
-// Threads wait for futures, in barriers and join(), and in send() for an RRef's value. Each of them calls
+// Threads wait for futures, in channels, barriers and join(), and in send() for an RRef's value. Each of them calls
 // `whileWaiting` now and then, and when a signal has come in. `whileWaiting` may throw to end the wait (Ctrl-C).
 class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
  public:

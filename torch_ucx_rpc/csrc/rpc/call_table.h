@@ -19,9 +19,9 @@ namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::JitFuture;
 
-// The calls that wait for an answer. A call leaves the table exactly once. The thread that takes it out completes its
-// future, with the answer, or because of the deadline, the peer's failure or shutdown. (JitFuture itself has no
-// test-and-set.) Thread-safe.
+// The calls that wait for an answer. Only one thread can take a call out. That thread completes the call's future, with
+// the answer, or because of the deadline, the peer's failure or shutdown. Or it puts the call back with reopen().
+// (JitFuture itself has no test-and-set.) Thread-safe.
 class CallTable {
  public:
   using Clock = std::chrono::steady_clock;

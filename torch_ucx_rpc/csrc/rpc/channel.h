@@ -69,8 +69,8 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   // Goes to an epoch: drops values of earlier ones, and ends waits for them with kEpochEnded. Throws
   // std::invalid_argument if the group is in a later epoch.
   void advance(const std::string& group, uint64_t epoch);
-  // Drops the values of earlier epochs of all groups whose names begin with `prefix`, and ends waits for them. This
-  // also holds for groups that this worker opens later, or never.
+  // Drops the values of earlier epochs of all groups whose names begin with `prefix`, and ends waits for them. Such
+  // values are also dropped when they come later, even for groups that this worker opens later, or never.
   void advanceAll(const std::string& prefix, uint64_t epoch);
   // Forgets a group and its values. Waits for its values end with kEpochEnded.
   void close(const std::string& group);
@@ -172,7 +172,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   void dropLocked(const ArrivalPtr& arrival, Aftermath& after);
   void failLocked(const ExpectedPtr& expected, const RpcFailure& why);
   void endEpochsLocked(const std::string& name, Group& group, uint64_t before, const RpcFailure& why, Aftermath& after);
-  // Memory for the spans of the value, out of tensors that were posted. Empty if the value has another layout.
+  // Returns the memory of posted tensors for the spans that fit them, by the spans' index. Empty if no span fits.
   std::vector<c10::DataPtr> memoryIn(
       const Expected& expected, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) const;
   void carryOut(Aftermath& after);

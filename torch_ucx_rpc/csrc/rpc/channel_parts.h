@@ -88,7 +88,7 @@ struct Channel::Arrival {
   State state;
   Bytes body; // while the value is held: memoryIn() needs it
   std::vector<uint64_t> spanBytes; // likewise
-  uint64_t untakenBytes = 0; // its part of kUntakenBytes
+  uint64_t untakenBytes = 0; // its part of Channel::untakenBytes_, which does not count values that are held
   bool isInOthersMemory = false; // in tensors that were posted
   IncomingMessage message; // once it is here
   ExpectedPtr expected; // the wait for which the value is being received; null: none

@@ -13,10 +13,11 @@ namespace torch_ucx_rpc {
 
 // The faults to make. Requests are named by torch's types ("PYTHON_CALL", "RREF_FORK_REQUEST", ...).
 struct Faults {
-  std::vector<std::string> messagesToFail; // sends of these fail ...
-  int sendsToFail = 0; // ... this many times each; torch retries some
-  std::map<std::string, std::chrono::milliseconds>
-      messagesToDelay; // how long each waits at the callee before it is handled
+  // The first `sendsToFail` sends of each request of these types fail. torch repeats some requests.
+  std::vector<std::string> messagesToFail;
+  int sendsToFail = 0;
+  // How long requests of a type wait at the callee before they are handled.
+  std::map<std::string, std::chrono::milliseconds> messagesToDelay;
 };
 
 // The names of all request types.

@@ -38,7 +38,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
       OrphanedState& orphans,
       std::function<void()> whileWaiting);
 
-  // Adds workers, this one included. Throws std::invalid_argument for a rank or name that is taken.
+  // Adds workers. This worker itself must be in the first call. Throws std::invalid_argument for a rank, name or
+  // session that is taken.
   void addMembers(std::vector<Member> members);
   // Removes a member that has gone without a goodbye to this worker.
   void removeMember(uint64_t session);

@@ -54,15 +54,17 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
 // How this worker sees the end of a peer, and which functions lead to end():
 //
 //   goodbye                                        onGoodbye()
+//   its process had ended before watch()           watch()
 //   end of its process, on this machine            watch(), addFailureWithWorkerLock(), onFailure()
 //   silence, elsewhere                             checkHeartbeatsWithWorkerLock(), and on in the same way
 //   end of its lifeline, elsewhere, not over TCP   Heartbeat::doubt(), which shortens the silence that it takes
 //   an endpoint that the transport reports         Inbox::onEndpointFailed(), onFailure()
 //   the same, and Peer::mayResume                  onBroken(), then a refusal of its lifeline, or silence
 //   a control frame that cannot be sent            onControlNotSent(), onFailure()
+//   it is off the list of a dynamic group          Group::removeMember()
 //
-// All but the first and the last go through EventBuffer::addFailure(), and so come after everything that has arrived.
-// So what the peer sent before its end counts.
+// All but the first two and the last two go through EventBuffer::addFailure(), and so come after everything that has
+// arrived. So what the peer sent before its end counts.
 void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
   // An end may be seen in several ways at once. Only the call that moves the state goes on, so observers learn of it
   // once.

@@ -52,7 +52,8 @@ class OpenRequest {
 };
 
 // Serves requests, from their arrival to their answers. A request gets exactly one answer, or a refusal with the
-// reason, unless its caller is gone or has given up by then. Thread-safe.
+// reason. It gets neither if its caller is gone or has given up by then, or if this worker shuts down first.
+// Thread-safe.
 class RequestServer final : public RequestHandler, private AgentParts {
  public:
   RequestServer(

@@ -66,7 +66,7 @@ bool isTorchsAgent(const RpcAgent& agent) {
 void renewRRefContext(std::shared_ptr<RpcAgent> agent) {
   RRefContext& context = RRefContext::getInstance();
   const std::lock_guard lock(context.*reach(ContextMutex()));
-  // The member is const, but its object lies on the heap, in a library compiled long before, and no code uses it now.
+  // The member is const. Writing it works in practice: torch is compiled already, and no code uses the member now.
   const_cast<std::shared_ptr<RpcAgent>&>(context.*reach(ContextAgent())) = std::move(agent); // NOLINT
   context.*reach(ContextDestroyed()) = false;
 }
