@@ -4,8 +4,9 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps a few files open in reserve, for the moment when the process may open no more. Once they are released, this
-// worker can still connect to send control frames. Other workers wait for those frames. Not thread-safe.
+// Keeps a few files open in reserve, for the moment when the process may open no more. Once they are released, the
+// process can open as many others: to connect for a control frame that another worker waits for, or for a socket that
+// UCX cannot do without. Not thread-safe.
 class FileReserve {
  public:
   FileReserve() {

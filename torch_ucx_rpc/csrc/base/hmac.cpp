@@ -101,7 +101,7 @@ Hmac::Hmac(std::string_view key) : context_(libcrypto().contextNew(libcrypto().h
 
 Hmac::Tag Hmac::of(std::initializer_list<std::span<const std::byte>> parts) {
   const Libcrypto& library = libcrypto();
-  check(library.init(context_.get(), nullptr, 0, nullptr)); // starts again with the same key
+  check(library.init(context_.get(), nullptr, 0, nullptr)); // starts again with the same key, from OpenSSL 3.0.3 on
   for (const std::span<const std::byte> part : parts) {
     check(library.update(context_.get(), asChars(part.data()), part.size()));
   }

@@ -18,7 +18,8 @@ namespace torch_ucx_rpc {
 
 // Device memory for tensors that arrive. The transport writes to it outside of any stream, so all earlier uses must be
 // over. Allocators order reuse by the stream on which memory was allocated, and do not wait for that stream. So the
-// pool allocates on a stream that does nothing else.
+// pool allocates on one stream for each device, which has little other work. It is one of torch's pool, which gives its
+// streams out in turn: a handler or the user may get the same one.
 //
 // Torch's own allocator also waits for the streams that are recorded on memory, before it gives the memory out again.
 // Other allocators (RMM's, or one that has replaced torch's) know only the stream of the allocation. The pool holds

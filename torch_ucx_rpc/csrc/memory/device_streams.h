@@ -24,8 +24,9 @@ const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index)
 // The streams that are current on this thread, one for each device.
 Streams currentStreams(const Devices& devices);
 
-// Streams of torch's pools, one for each device, that this package uses for nothing else. A lower number is more
-// urgent, and 0 is the least urgent. A priority that a device does not have counts as its nearest one.
+// The next streams of torch's pools, one for each device. A pool gives its streams out in turn, so a stream may have
+// other users too. A lower number is more urgent, and 0 is the least urgent. A priority that a device does not have
+// counts as its nearest one.
 Streams poolStreams(const Devices& devices, int priority);
 
 // All streams that torch has for a device: its default stream, and those of its pools.

@@ -161,7 +161,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
     return !failures_.empty() || (!completions_.empty() && running_ < maxTasksLocked()) ||
         (!requests_.empty() && runningRequests_ - nestingRequests_ < maxRequests_ && runningRequests_ < nestingLimit_);
   }
-  // Whether requests queue while all running requests wait for calls of their own.
+  // Whether requests queue while as many run as may, and all of those wait for calls of their own.
   bool isFullLocked() const {
     return !requests_.empty() && runningRequests_ >= nestingLimit_ && nestingRequests_ == runningRequests_;
   }

@@ -55,8 +55,8 @@ class Progress {
     isStartRequested_.store(true);
   }
 
-  // Runs an operation under the worker lock and returns when it has run. Operations that other threads have queued may
-  // run after it.
+  // Runs an operation under the worker lock and returns when it has run. Operations that were submitted before may run
+  // after it.
   void run(Operation operation);
 
   // Makes progress until there are events or `isDone` returns true, and spins or sleeps in between. `isDone` is asked
@@ -154,8 +154,8 @@ class Progress {
   std::atomic<bool> isStartRequested_{false};
   std::atomic<int> drivers_{0}; // threads in drive()
   std::atomic<uint64_t> drives_{0}; // how often a thread has begun drive()
-  std::atomic<int> sleepers_{0}; // of these, those in rest()
-  std::atomic<int> leadersAsleep_{0}; // of these, leaders that stand guard; also while they poll
+  std::atomic<int> sleepers_{0}; // drivers that are about to rest, or in rest()
+  std::atomic<int> leadersAsleep_{0}; // sleepers that are leaders on guard; also while they poll
   using Time = Spinning::Clock::rep; // since the clock's epoch
   std::atomic<Time> unarmedSince_{0}; // 0: the transport is armed, or driven
   std::atomic<uint64_t> absences_{0}; // how often a driver has left the transport unarmed

@@ -5,8 +5,8 @@
 namespace torch_ucx_rpc {
 
 // The worker lock: the thread that holds it may use the transport, Outbox, Inbox and everything whose name ends in
-// WithWorkerLock. Builds with TORCH_UCX_RPC_CHECK_LOCKS, which tools/sanitize.sh makes, end the process where such a
-// function is called without it.
+// WithWorkerLock. Many of these functions call assertHoldsWorkerLock(). In builds with TORCH_UCX_RPC_CHECK_LOCKS, which
+// tools/sanitize.sh makes, it ends the process if the calling thread does not hold the lock.
 class WorkerMutex {
  public:
   void lock() {

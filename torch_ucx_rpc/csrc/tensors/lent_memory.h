@@ -17,7 +17,8 @@ bool isMemoryOwned(const c10::Storage& storage);
 //   is not resizable. Pinned memory and device memory stay mapped when they are freed. So resizing them during the send
 //   can change the bytes that arrive, but is safe otherwise.
 //
-// lend() may run on several threads for one storage. It replaces the deleter of the memory, never its address.
+// lend() may run on several threads for one storage. It replaces the context and the deleter of the memory, never its
+// address.
 class LentMemory {
  public:
   static LentMemory lend(c10::Storage storage);

@@ -152,7 +152,8 @@ class Transport {
   // Does all work that does not block, and returns how many steps that took. 0: there is nothing to do now.
   virtual unsigned progress() = 0;
 
-  // Prepares for sleep. False: something has happened, call progress() first. True: eventFd() will become readable.
+  // Prepares for sleep. False: something has happened, or waits for room at a peer; call progress() first. True:
+  // eventFd() will become readable.
   virtual bool arm() = 0;
 
   // Sends and receives that have not completed, over all endpoints.

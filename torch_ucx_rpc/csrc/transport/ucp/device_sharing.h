@@ -23,8 +23,8 @@ struct UcpLibrary; // ucp_transport.h
 // True if there is no driver, or the driver does not know the address. Any thread may call it.
 bool canShareDeviceMemory(const void* address, uint64_t bytes);
 
-// Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes
-// through host memory, in pieces of 8 KiB.
+// Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it UCX would send device
+// memory through host memory, in pieces of 8 KiB.
 bool hasCudaIpc(ucp_context_h context);
 
 // Returns an error for the user if a UCX with these abilities must not get memory of CUDA devices. No error if it may.

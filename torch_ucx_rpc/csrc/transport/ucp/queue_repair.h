@@ -37,7 +37,7 @@ class QueueRepair {
   QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot);
 
   // Skips the slots that the last scan has cleared, and asks for another scan if one is needed. kWhole means that all
-  // slots taken before the first call have been written or skipped.
+  // slots taken before the first call since the previous kWhole have been written or skipped.
   RepairState state();
 
   // Does the scan that state() has asked for, if any.

@@ -8,7 +8,8 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-constexpr unsigned kMaxLanes = 16; // UCP_MAX_LANES of UCX 1.22
+// The most lanes that lanes() looks at: UCP_MAX_LANES of UCX 1.14. UCX 1.22 allows 64, if its settings ask for many.
+constexpr unsigned kMaxLanes = 16;
 
 Error withReason(const Error& error, const std::string& reason) {
   return {error.code(), error.message() + reason, error.cause()};
@@ -135,7 +136,7 @@ void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
 
 // A forced close cancels everything that the endpoint has under way. Every endpoint needs one before its worker is
 // destroyed. ucp_worker_destroy() leaves an endpoint's requests where they are. Builds of UCX with assertions then
-// abort (ucp_ep_destroy_base(): "proto_reqs not empty").
+// abort (ucp_ep_destroy_base() asserts that proto_reqs is empty).
 void UcpEndpoints::closeHandle(ucp_ep_h& handle) {
   if (handle == nullptr) {
     return;
@@ -210,7 +211,8 @@ void UcpEndpoints::closeDrained() {
 }
 
 // Only TCP needs draining (see closeWhenDrained()). Other transports must not be drained, because that may never end.
-// The queue of a dead process stays full, and a card waits for acknowledgements of a host that is cut off.
+// The queue of a dead process stays full, and a card waits for acknowledgements of a host that is cut off. An endpoint
+// with a lane of shared memory may be forced even if it also has one of TCP.
 bool UcpEndpoints::mayBeForced(const UcpEndpoint& endpoint) const {
   const std::vector<std::string> lanes = this->lanes(endpoint.id);
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };

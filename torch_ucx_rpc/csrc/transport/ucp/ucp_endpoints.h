@@ -108,7 +108,7 @@ class UcpEndpoints {
   // Endpoints that this side has given up, and their flushes. progress() closes the endpoints when their flushes are
   // done.
   std::vector<std::pair<UcpEndpoint*, ucs_status_ptr_t>> draining_;
-  std::vector<ucs_status_ptr_t> closing_;
+  std::vector<ucs_status_ptr_t> closing_; // requests of closed handles, and flushes of closeInternal()
 };
 
 } // namespace torch_ucx_rpc

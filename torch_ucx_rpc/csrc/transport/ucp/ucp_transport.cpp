@@ -41,9 +41,8 @@ void warnOfLoss(const std::exception_ptr& loss) {
   }
 }
 
-// UCX asks the driver about an address, unless told that it is in host memory. Memory of a CUDA device may also be
-// managed memory, which only the driver knows. UCX 1.22 ignores the given type, and looks at the address itself: see
-// deviceMemoryMistaken().
+// UCX believes this type if it is the host's. UCX 1.22 ignores any other type, and looks at the address itself: see
+// deviceMemoryMistaken(). So memory of a CUDA device may also be managed memory, which only the driver knows.
 ucs_memory_type_t memoryTypeOf(Memory memory) {
   return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_CUDA;
 }
