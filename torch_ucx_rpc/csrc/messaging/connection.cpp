@@ -9,8 +9,8 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// After this many bytes an acknowledgement leaves at once. The peer keeps at most eight times as many bytes of each
-// kind.
+// After this many bytes an acknowledgement leaves at once. The peer keeps at most eight times as many eager bytes of
+// each kind (OutgoingLoad::kMaxEagerBytes).
 constexpr uint64_t kUnacknowledgedBytes = 1024 * 1024;
 
 // If endpoints fail one after another, Retries makes the next ones after 1, 2, 4, ... of its rounds. The longest wait

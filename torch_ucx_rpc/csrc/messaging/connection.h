@@ -23,7 +23,8 @@
 
 namespace torch_ucx_rpc {
 
-// The messages of one queue that the transport has not finished.
+// The messages of one queue that the transport has not finished. Eager ones that are kept for resumption count until
+// the peer has them.
 struct OutgoingLoad {
   // The most eager bytes for one peer. Requests, answers and puts have this limit each. UCX queues eager bytes in its
   // own memory while the peer does not read, for instance because it is stopped. UCX never gives up a message in that
@@ -65,7 +66,6 @@ struct OutgoingLoad {
 //
 //   state      means                                               event          next
 //   kUnmet     there is no endpoint; the next message makes one    kConnected     kOpen
-//                                                                  kBroken        kResuming
 //   kOpen      messages leave over the endpoint                    kDisconnected  kUnmet
 //                                                                  kBroken        kResuming
 //   kResuming  the endpoint has failed, and the peer may live:     kConnected     kOpen
@@ -135,9 +135,12 @@ class Connection {
     return paths.front().endpoint;
   }
 
-  // Outbox changes the following members. The first path is in use. The others are old paths over shared memory, to a
-  // peer that has moved to the network. Outbox does not close them: UCX would free memory that the peer may still read.
-  // Messages under way over them may never end, and take no room of the first path.
+  // Outbox uses the members up to `outgoing`. In `outgoing`, Inbox and Retries note what the peer has, and what it asks
+  // for.
+  //
+  // The first path is in use. The others are old paths over shared memory, to a peer that has moved to the network.
+  // Outbox does not close them: UCX would free memory that the peer may still read. Messages under way over them may
+  // never end, and take no room of the first path.
   std::list<Path> paths = std::list<Path>(1);
   struct Outgoing {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
@@ -153,7 +156,7 @@ class Connection {
     size_t underWay = 0; // messages that the transport has not finished, or that wait for their turn
   } outgoing;
 
-  // Receiver and Inbox change the following members.
+  // Receiver and Inbox use the following members. Acknowledging and resuming change some of them too.
   struct Incoming {
     wire::ReplayWindow received{1}; // frames with numbers
     std::map<uint64_t, Announcement> announced; // by number; frames without one have keys from the upper end down
@@ -189,7 +192,7 @@ class Connection {
     std::vector<Receiving::Entry>::iterator next();
   } incoming;
 
-  // Work for the next round. Inbox asks for it.
+  // Work for the next round.
   bool isPinged = false; // the peer has asked for a sign of life
   bool mustAcknowledge = false; // much has come that this worker has not acknowledged
   bool isMoving = false; // one of the two workers gets nothing over shared memory: see SharedMemoryRepair
@@ -265,7 +268,7 @@ class Connections {
 
   // Notes that a frame with a number has come, which this worker must acknowledge.
   void noteArrival(Connection& connection, uint64_t bytes);
-  // The connections with frames that were not acknowledged at once.
+  // The connections over which numbered frames have come since takeOwing(). The frames may be acknowledged by now.
   const std::vector<Connection*>& owing() const {
     return owing_;
   }

@@ -33,8 +33,8 @@ ControlFrame putRefused(std::string_view group, uint64_t epoch);
 // having left.
 ControlFrame goodbyeToLost();
 
-// Hands a frame to its handler. Drops a frame that is too short, since no worker waits for an answer to it. Also drops
-// a frame whose kind has no handler.
+// Hands a frame to its handler. Drops a malformed frame, which no worker of this package sends, and a frame whose kind
+// has no handler.
 void dispatchControl(const EventHandlers& handlers, Peer& from, const ControlFrame& frame);
 
 // The body of kReceived.

@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 // The thread that releases the lock next takes them as a batch, and hands them to the handlers.
 //
 // The order within a batch:
-// 1. Answers, values of channels, ends of sends, rejections, joins and broken endpoints.
+// 1. Answers, values of channels, ends of sends, cut answers, rejections, joins and broken endpoints.
 // 2. Requests and control frames in the order of arrival. Then failures of peers: what a peer sent before its end
 //    counts.
 // 3. Work that may block, then requests that the driver runs itself.

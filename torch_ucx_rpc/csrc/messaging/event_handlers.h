@@ -27,7 +27,7 @@ class AnswerHandler {
   virtual bool isAwaited(const Peer& from, uint64_t callId) const = 0;
   // Completes the call: through `atEnd` if `driver` may do it, on an agent thread otherwise.
   virtual void onAnswer(IncomingMessage answer, const std::optional<Driver>& driver, WorkAtEnd& atEnd) = 0;
-  // The callee has refused the request, and not run it.
+  // The callee has refused the request and not run it, or cannot send its answer.
   virtual void onRefused(Peer& by, uint64_t callId, const Error& why) = 0;
   // The answer arrived, but could not be received.
   virtual void onAnswerRejected(Peer& from, uint64_t callId, const Error& why) = 0;

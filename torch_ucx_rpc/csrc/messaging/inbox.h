@@ -24,9 +24,9 @@
 
 namespace torch_ucx_rpc {
 
-// Receives messages. It checks who sent each frame, and joins the body and the spans of a message. The receive window
-// must admit messages with parts by rendezvous. The Receiver then receives them into memory. All functions need the
-// worker lock, unless they say otherwise.
+// Receives messages. It checks who sent each frame, and joins the body and the spans of a message. If parts come by
+// rendezvous, the receive window must admit a request or an answer, and PutHandler decides about a put. The Receiver
+// then receives the parts into memory. All functions need the worker lock, unless they say otherwise.
 class Inbox final : public TransportListener, private ReceivingParts {
  public:
   Inbox(const ReceivingParts& parts, const Directory& directory, uint64_t session)
@@ -85,7 +85,8 @@ class Inbox final : public TransportListener, private ReceivingParts {
   }
 
  private:
-  // Notes the number of a frame, and the frames that it acknowledges. Returns false if the frame has come before.
+  // Notes the number of a frame, and the frames that it acknowledges. Returns false if the frame has come before, or is
+  // an announcement over an earlier endpoint, which is void.
   bool takeNumber(Connection& from, const wire::Header& header, uint64_t bytes, bool isRendezvous);
   // Notes a rendezvous. Returns null if the peer has announced it before.
   Announcement* announce(Connection& from, const wire::Header& header, void* rendezvous);

@@ -11,9 +11,8 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps the messages to one peer that the transport has taken, and that the peer may not have yet. Outbox can send them
-// again over another endpoint (docs/development/connection.md). KeptMessages also numbers the frames to the peer. The
-// worker lock guards it.
+// Keeps numbered messages to one peer until the peer has them, so that Outbox can send them again over another endpoint
+// (docs/development/connection.md). KeptMessages also numbers the frames to the peer. The worker lock guards it.
 class KeptMessages {
  public:
   using Messages = std::deque<std::unique_ptr<OutgoingMessage>>;
@@ -47,7 +46,7 @@ class KeptMessages {
   void lookAtAll() {
     mustLookAtAll_ = true;
   }
-  // Whether takeEnded() would find something.
+  // Whether takeEnded() may find something.
   bool hasEnded() const {
     return mustLookAtAll_ || (!messages_.empty() && isEnded(*messages_.front()));
   }

@@ -332,7 +332,7 @@ void Outbox::sendFrames(Connection& connection, OutgoingMessage& message) {
 //   put            the peer's   the put fails (Channel::onPutSent())
 //   control frame  local        it strands here, and is sent again until it has left
 //   control frame  the peer's   the peer is lost (PeerMonitor::onControlNotSent())
-//   a join         the peer's   if mayResume(), it leaves again over the next endpoint (resume())
+//   a join         any          if it has left and mayResume(), it leaves again over the next endpoint (resume())
 //   an endpoint    any          if mayResume(), Retries makes another endpoint (Inbox::onEndpointFailed()); otherwise:
 //   an endpoint    local        the next message makes another endpoint
 //   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())

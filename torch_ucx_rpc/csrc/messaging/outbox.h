@@ -21,9 +21,10 @@ namespace torch_ucx_rpc {
 // - Until a device has computed its tensors, because UCX reads memory without regard to streams.
 // - Until another endpoint takes the place of one that has failed (Connection::State::kResuming). Messages that left
 //   over the failed one are kept, and leave again unless the peer has them.
-// - For its turn. At most PushShare::parts() parts are under way to a peer by rendezvous. Requests, answers and puts
-//   have this limit each. Messages leave in the order of their calls. Answers do not wait for requests, and messages to
-//   one peer do not wait for those to another. A waiting message costs little, and can be canceled.
+// - For its turn. At most PushShare::parts() parts are under way to a peer by rendezvous, and at most
+//   OutgoingLoad::kMaxEagerBytes of eager messages. Requests, answers and puts have these limits each. Messages leave
+//   in the order of their calls. Answers do not wait for requests, and messages to one peer do not wait for those to
+//   another. A waiting message costs little, and a waiting request can be canceled.
 class Outbox {
  public:
   Outbox(
@@ -59,7 +60,7 @@ class Outbox {
   // Tells the peer which frames have come. With `mustSendAgain`, also asks the peer for the others.
   void acknowledge(Connection& connection, bool mustSendAgain = false);
 
-  // Gives up a request that has not left. Returns false if no request with this id waits here.
+  // Gives up a request that waits here. Returns false if no request with this id does.
   bool cancel(Peer& to, uint64_t callId);
 
   // Call it when the peer has admitted this worker. It sends the messages that have waited for that.

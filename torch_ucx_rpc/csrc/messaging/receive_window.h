@@ -67,16 +67,18 @@ class HandlingScope {
   Admission* const outer_;
 };
 
-// Bounds the bytes of rendezvous messages that this worker takes in at a time. So memory stays bounded, and buffers
-// stay warm. Queued requests are those that are being received or wait for a thread. They have a fixed bound of their
-// own: more of them gain nothing, and only make memory cold. Bytes that are received into device memory have a separate
-// bound. They do not count as queued, because that memory does not get cold.
+// Bounds the bytes of requests and answers that this worker takes in by rendezvous at a time. So memory stays bounded,
+// and buffers stay warm. Values of channels have bounds of their own (rpc/channel.h). Queued requests are those that
+// are being received or wait for a thread. They have a fixed bound of their own: more of them gain nothing, and only
+// make memory cold. Bytes that are received into device memory have a separate bound. They do not count as queued,
+// because that memory does not get cold.
 //
 // The window cannot deadlock:
 // - Requests and responses have a budget each. A handler that waits for a large response gets it, however many requests
 //   wait.
 // - A message larger than the budget is admitted alone.
-// - A request gives its bytes back when its handler returns or makes a call, not when its tensors die.
+// - A request gives its bytes back when its handler returns, makes a call or waits for a channel, not when its tensors
+//   die.
 // - Handlers may still wait for one another. After kPatience without any movement, Inbox::admitStalled() admits the
 //   request that has waited longest, whether it fits or not.
 class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {

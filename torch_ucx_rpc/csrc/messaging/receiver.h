@@ -37,8 +37,8 @@ struct ReceivingParts {
 };
 
 // Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
-// other on a network. Small messages and signs of life wait behind the pieces that were asked for. The peer's
-// Connection has these pieces. All functions need the worker lock.
+// other on a network. Small messages and signs of life wait behind the pieces that were asked for. Connection::Incoming
+// counts these pieces, and has the messages whose pieces wait. All functions need the worker lock.
 class Receiver : private ReceivingParts {
  public:
   explicit Receiver(const ReceivingParts& parts) : ReceivingParts(parts) {}

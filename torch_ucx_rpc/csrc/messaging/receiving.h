@@ -29,7 +29,7 @@ struct Announcement {
   void* again = nullptr; // a later announcement; used if `rendezvous` fails
   const void* origin = nullptr; // Transport::originOf() the rendezvous that is being received
 };
-// Each large message has one. A few more bytes would put it in another size class of malloc. That would cost a worker
+// Each announced piece has one. A few more bytes would put it in another size class of malloc. That would cost a worker
 // with large answers tens of MiB of fragmented memory.
 static_assert(sizeof(Announcement) == 48);
 

@@ -34,7 +34,8 @@ class Directory {
 
   // One more than the highest rank; 0 without workers.
   Rank endOfRanks() const;
-  // All workers by rank, including those that left or failed.
+  // All workers by rank. Workers that left or failed are among them until remove(), or until another worker takes their
+  // rank or name.
   std::vector<Peer*> all() const;
   // Only the workers in state kPresent, by rank.
   std::vector<Peer*> present() const;

@@ -46,7 +46,7 @@ class Lifelines {
     UniqueFunction<void()> onCut;
   };
 
-  // Begins to connect; -1 where that is not possible.
+  // Begins to connect, and returns the socket; -1 where that is not possible.
   static int beginToConnect(const Line& line);
   // Begins to connect, and watches the connection. False where one of the two is not possible.
   bool open(uint64_t session, Line& line);

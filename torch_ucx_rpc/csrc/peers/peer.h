@@ -124,7 +124,8 @@ class Peer {
   // connection. In the latter case the inbox sets it, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
-  // Set by the monitor. True if something other than its endpoints shows its death: its lifeline, or silence.
+  // Set by the monitor. True if its death shows without a failed endpoint: it has a lifeline, and the heartbeat notices
+  // its silence.
   std::atomic<bool> isEndSeen{false};
   // True if messages outlast a failed endpoint to it, which is replaced. Only if isEndSeen.
   std::atomic<bool> mayResume{false};

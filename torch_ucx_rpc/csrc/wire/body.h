@@ -8,15 +8,15 @@
 #include <span>
 #include <vector>
 
-// The body of a request or response. It holds the type of the message, the place of each tensor, and everything that is
-// small.
+// The body of a message. It holds the type of the message, the place of each tensor, and everything that is small. A
+// put has more bytes after it (wire/put.h).
 //
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //      | BodyPrefix, 32 | StorageRecord[] | TensorRecord[], each followed by   | payload | bytes of the    |
 //      |                | 16 each         | its sizes and strides (int64 each) | if here | inline storages |
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //
-// Everything before the payload is 8-byte aligned and is read in place.
+// Everything before the payload is 8-byte aligned, so sizes, strides and storage records can be read in place.
 //
 // The payload is inline, in this body, or a span of its own. A storage is inline, a span of its own, or packed: several
 // storages name the same span. Packed storages lie in their span one after another, without gaps, in the order of their

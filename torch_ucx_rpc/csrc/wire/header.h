@@ -49,13 +49,15 @@ enum class Kind : uint8_t {
   // For peers that fall silent (messaging/heartbeat.h):
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
-  kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
+  // The request with this call id has not been run, or its answer cannot be sent; body: Refusal and a sentence.
+  kRefused = 12,
   kUseNetwork = 13, // the sender gets nothing from the receiver over shared memory; no body
   kReceived = 14, // body: Received and runs of missing numbers; like kJoin, it never has a number
   // For channels (rpc/channel.h):
   kPut = 15, // a value for a tag of the receiver; body: wire/put.h; `call id` is the sender's number of the put
-  kTaken = 16, // the sender has taken puts of the receiver; `call id`: their bytes (rpc/channel_parts.h); no body
-  kPutRefused = 17, // a put was dropped: its group has another epoch, which is `call id`; body: the group
+  // The sender has taken or dropped puts of the receiver; `call id`: their bytes (rpc/channel_parts.h); no body.
+  kTaken = 16,
+  kPutRefused = 17, // a put was dropped: the sender is in a later epoch of its group, `call id`; body: the group
 };
 
 // The call id of a goodbye whose sender keeps running.
@@ -71,8 +73,8 @@ inline constexpr uint16_t kMagic = 0x5855; // "UX"
 // added numbers and acknowledgements of frames, channels, and the tree of the barrier.
 inline constexpr uint8_t kVersion = 5;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
-// Far more than any real message has (a span is a tensor of at least tens of KiB). Small enough that a false count
-// costs nothing.
+// Far more than any real message has: only tensors on devices have spans of their own whatever their size
+// (tensors/storage_plan.h). Small enough that a false count costs nothing.
 inline constexpr uint32_t kMaxSpans = 1u << 20;
 
 // Where in its span a piece belongs.
@@ -122,7 +124,7 @@ struct BarrierRun {
   int16_t firstRank;
   uint16_t workers;
   uint32_t areGone; // 1: they left or failed before they arrived
-  int64_t value; // of each of these workers; the release has the sum over all members
+  int64_t value; // of each of these workers; the release has the sum over those that are present then
 };
 struct BarrierRelease {
   int64_t sum;
@@ -152,7 +154,8 @@ struct Received {
 };
 inline constexpr uint32_t kMaxRuns = 1024;
 
-// Reads a header and checks everything that can be checked without knowing the job: size, magic, version, kind, index.
+// Reads a header and checks everything that can be checked without knowing the job: magic, version, size, kind, span
+// count, index, and where a piece begins.
 Error readHeader(std::span<const std::byte> bytes, Header& header);
 
 } // namespace torch_ucx_rpc::wire

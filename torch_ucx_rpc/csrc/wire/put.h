@@ -8,8 +8,8 @@
 #include <span>
 #include <string_view>
 
-// The body of a put: the body of a message without payload (wire/body.h), the names that identify the value at the
-// receiver, and a trailer with their lengths. The message's part comes first, so it is read like any other body.
+// The body of a put: the body of a message (wire/body.h), the names that identify the value at the receiver, and a
+// trailer with their lengths. The message's part comes first, so it is read like any other body.
 //
 //      +--------------------+-------+-----+----------------+
 //      | body of a message  | group | tag | PutTrailer, 24 |
@@ -19,7 +19,8 @@ namespace torch_ucx_rpc::wire {
 
 enum PutFlags : uint32_t {
   kSingle = 1 << 0, // the value is a tensor, not a list of one
-  // The message's body is too large to come along: it is the last span. An empty body is in its place.
+  // The message's body is too large to come along: it is the last span. An empty body is in its place, and names that
+  // span as its payload.
   kBodyInSpan = 1 << 1,
 };
 

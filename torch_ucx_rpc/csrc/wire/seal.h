@@ -14,8 +14,8 @@
 //   this one.
 // - Every frame has a frame tag. It covers the header with the frame's number, the length of the data, and a body that
 //   travels in the frame. The receiver takes each number once.
-// - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
-//   covers them, and the receiver checks it when they have arrived.
+// - A body or a payload that comes by rendezvous arrives later than its header. The content tag in the body's header
+//   covers both, and the receiver checks the tag when they have arrived.
 // - The tags cover the places and sizes of all tensors, and the bytes of tensors in the body. They do not cover the
 //   bytes of tensors that travel as spans.
 
