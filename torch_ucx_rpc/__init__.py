@@ -92,7 +92,8 @@ _failure: ImportError | OSError | None = None
 if _is_complete:
     with _without_collections():
         try:
-            # This import loads UCX and the extension, or raises an ImportError that explains the failure.
+            # This import loads UCX and the extension, or raises an ImportError that explains the failure. It raises
+            # OSError if a library of the libucx wheel cannot be loaded.
             from torch_ucx_rpc import _native as _native
         except (ImportError, OSError) as error:
             # The command `info` shows the failure.

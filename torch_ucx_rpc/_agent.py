@@ -169,9 +169,10 @@ def _shut_down_at_exit() -> None:
 
 
 def _end_threads() -> None:
-    """Raise SystemExit in the handlers that still run and in the libraries' threads, and wait until they have ended.
+    """Raise SystemExit in the handlers that still run and in the libraries' threads. Then wait for both.
 
-    `_threads` says why. A thread that stays in C code for longer ends with the process.
+    The wait ends when no handler is left and no library's thread is in C++, or after `_THREADS_END_S`. `_threads` says
+    why. A thread that stays in C++ for longer ends with the process.
     """
     deadline = time.monotonic() + _THREADS_END_S
     _C.interrupt_threads()

@@ -1,6 +1,6 @@
 """Checks of arguments: an error names the argument, the expected value and the given value.
 
-Each check takes the argument's name first and its value last.
+Each check takes the value last, and the argument's name first; `check_timeout` needs no name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Loads UCX, then the extension ``_C``; every failure is one ImportError that names the cause and the cure.
+"""Loads UCX, then the extension ``_C``. Failures are ImportErrors that name the cause and the cure.
+
+Only a libucx wheel whose libraries cannot be loaded raises OSError instead.
 
 The order is torch, UCX, ``_C``. The extension has no search paths. It names its libraries (``libc10.so``,
 ``libucp.so.0``), and the loader finds the ones that the process has loaded already. So the extension uses a libucp that

@@ -118,7 +118,7 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
 
     Wrong arguments raise TypeError or ValueError before any other worker hears of this one.
     """
-    # The next three errors begin with torch's words.
+    # The errors about options, and the error about RPC that runs already, begin with torch's words.
     if not isinstance(options, RpcBackendOptions):
         raise wrong_type("Argument rpc_backend_options", "an instance of RpcBackendOptions", options)
     if not isinstance(options, UcxRpcBackendOptions):

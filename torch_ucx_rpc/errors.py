@@ -178,13 +178,16 @@ KINDS: dict[str, type[RpcError]] = {
     # "worker ... has shut down its RPC agent", "... has left the group", "... is leaving the group"
     "worker_left": WorkerLeft,
     # "RPC was shut down on worker ... before worker ... answered", "RPC has been shut down on this worker",
-    # "RPC is not running on worker ...: it has been shut down, ..."; the worker is the callee
+    # "RPC is not running on worker ...: it has been shut down, ..."; the worker is the callee. Without a callee: "RPC
+    # has been shut down on worker ...", "RPC was shut down on worker ... while it waited for the others"
     "shut_down": ShutDown,
-    # torch's "RPC ran for more than set timeout (... ms) and will now be marked with an error", "; called worker ...";
+    # torch's "RPC ran for more than set timeout (... ms) and will now be marked with an error", "; called worker ...".
+    # Channels: "tag ... of channel ... could not be put within ... ms: ...", "no value has come from worker ...".
     # timeout, in seconds
     "timed_out": CallTimedOut,
-    # ErrorCode::kProtocol: "the answer of worker ... is unreadable: <cause>", "malformed message: ...", "a message of
-    # worker ... has arrived with another content than it was sealed with"; cause
+    # ErrorCode::kProtocol: "the answer of worker ... is unreadable: <cause>", "the value of worker ... under tag ... is
+    # unreadable: <cause>", "malformed message: ...", "a message of worker ... has arrived with another content than it
+    # was sealed with"; cause
     "message_refused": MessageRefused,
     # "could not send to worker ...: <cause>", with any code but those of the next entry; cause
     "not_sent": MessageNotSent,
@@ -195,8 +198,8 @@ KINDS: dict[str, type[RpcError]] = {
     "unknown_worker": UnknownWorker,
     # "this RRef will never have a value: <cause>"; cause
     "rref_lost": RRefLost,
-    # "the shutdown is over, but not all workers have come to it: <cause>"; "worker ... waited ... ms for all workers to
-    # come to the same point; missing: ..."; cause
+    # "the shutdown is over, but not all workers have come to it: <cause>"; cause. "worker ... waited ... ms for all
+    # workers to come to the same point; missing: ...", "worker ... has tried to leave the group for ... ms: ..."
     "barrier_failed": BarrierFailed,
     # "RPC cannot be used in a process that was forked from worker ..."
     "forked": ForkedProcess,

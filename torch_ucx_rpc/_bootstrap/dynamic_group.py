@@ -76,7 +76,7 @@ class DynamicGroup:
         self._agent = weakref.ref(agent)
         self._lock = threading.Lock()
         # The members that this worker knows, by place in the list. A member that has left stays until another worker
-        # takes its rank.
+        # takes its rank or its name.
         self._members: dict[str, Record] = {}
         self.replaced: set[tuple[str, int]] = set()
         self._place: str | None = None
@@ -196,7 +196,10 @@ class DynamicGroup:
                 self._running_agent()._remove_member(record.session)
 
     def _forget(self, session: int) -> None:
-        """Mark a lost member in the list, so that workers that join do not look for it."""
+        """Take a lost member off the list if its process has certainly ended; otherwise mark it as in doubt.
+
+        So workers that join do not wait long for it.
+        """
         with self._lock:
             lost = {place: record for place, record in self._members.items() if record.session == session}
         for place, record in lost.items():

@@ -46,8 +46,8 @@ STORE_ENDS = (
 
 # An idle Store answers a new connection within this time. If a port does not answer, it is most likely not a Store's.
 _ANSWER_S = 10.0
-# A busy Store needs longer. torch's Store looks up the host name of each client, and a DNS server that does not answer
-# costs 5 s or more.
+# A busy Store needs longer. torchrun's Store looks up the host name of each client, and a DNS server that does not
+# answer costs 5 s or more. (Stores of this package look up no names.)
 _LONGEST_ANSWER_S = 300.0
 
 # The end of the process waits this long for requests to a Store that are still under way.

@@ -87,7 +87,7 @@ def write_entry(values: dict[str, Any], secret: Secret | None) -> str:
 
 
 def read_entry(text: bytes, secret: Secret | None) -> Entry:
-    """Read a text of `write_entry`. The values of a doubtful entry serve only to name its writer."""
+    """Read a text of `write_entry`. The values of a doubtful entry serve only to raise the right error."""
     outer = _to_values(text)
     sealed, tag = outer.get("sealed"), outer.get("hmac")
     if not isinstance(sealed, str) or not isinstance(tag, str):

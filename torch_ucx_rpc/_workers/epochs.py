@@ -67,7 +67,7 @@ class Epochs:
         me (Member): changes when this member gives up its membership.
         epoch (Epoch): the latest one that has this member, or has left it out; number 0 outside the group.
         is_out (bool): ``epoch`` does not have this member any more. It may `rejoin` as a newcomer.
-        dead (set): members that have certainly ended.
+        dead (set): members that have certainly ended, or have given up their membership.
     """
 
     def __init__(self, me: Member, limit: float, now: float, epoch: Epoch | None = None) -> None:
@@ -115,7 +115,7 @@ class Epochs:
     # ---------------------------------------------------------------------------------------- what the caller wants
 
     def seek(self, others: tuple[Member, ...], now: float) -> None:
-        """Join the group, or found it if all other living workers are outside. Call this before each tick.
+        """Join the group, or found it if all other living workers are outside. Outside, call this before each tick.
 
         ``others`` includes every worker that may be a member. It may also include workers that have ended. This
         compares workers by name.
@@ -484,7 +484,7 @@ class Epochs:
             self._send(one, Found(self._founds) if self._founds else Join())
 
     def _hear_outside(self, sender: Member, message: Join | Found | Free | Over, now: float) -> None:
-        """Handle a message of a worker that is not in the group."""
+        """Handle a message about joining or founding. Its sender is outside the group, or has just founded it."""
         for one in self.epoch.members if self._is_in else ():
             if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
                 # The worker has given up that membership.

@@ -102,7 +102,7 @@ class Life:
 
     def watch(self, callback: Callable[[Gone], None]) -> None:
         """Have a function called at the end of each worker as long as this life lasts, also for workers that have ended
-        already."""
+        already. It may be called twice for a worker that ends during this call."""
         self._subscriptions.append(subscribe(callback))
         for gone in ended():
             callback(gone)

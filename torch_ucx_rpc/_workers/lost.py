@@ -29,7 +29,8 @@ _ENDED = ("left", "failed")
 class Gone(NamedTuple):
     """The end of a worker. ``session`` distinguishes its lives under the same name.
 
-    ``has_ended`` means that the kernel has reported the end of the process. Otherwise the worker may only be cut off.
+    ``has_ended`` means that the kernel has reported the end of the process. Otherwise a failed worker may only be cut
+    off. `ended` does not know it, and leaves it False.
     """
 
     session: int

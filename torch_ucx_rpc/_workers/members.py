@@ -15,7 +15,7 @@ Example, on every worker::
     >>> workers.wait(after=epoch.number)         # once a worker has died, hung or come
 
 A step of a library counts if the decider's `check` passes before and after it. A message counts if the receiver's
-`check` passes with the number in it.
+`check` passes with the number in it. The libraries ask `Group.is_current`, which is `check` without its wait.
 
 In a group of fixed size all workers, even dead ones, are the members of epoch 1. Elsewhere workers join as they make
 the group. When one worker makes the group, all workers that it can reach make it too.
@@ -129,8 +129,8 @@ class Group:
     def check(self, number: int) -> None:
         """Return if this epoch is in force at this moment.
 
-        Raises `EpochOver` if this worker knows a later epoch. Raises `CutOff` if this worker is out, or hears too
-        little from the others to know. It waits for certainty for at most twice the limit.
+        Raises `EpochOver` if the latest epoch that this worker knows has another number. Raises `CutOff` if this worker
+        is out, or hears too little from the others to know. It waits for certainty for at most twice the limit.
         """
         deadline = time.monotonic() + 2 * self.limit
         with self._changed:
@@ -350,9 +350,10 @@ class _Groups:
         self._asking: dict[tuple[str, int], Callable[[], None]] = {}
         self._numbers: dict[str, int] = {}
         self._addresses = {(life.info.name, self.number_of(life.info.name)): self._lifelines.own}
-        # Workers that have been lost, and may still be members of a group.
+        # Workers that have been lost and may still be members of a group. Their ports are known, so `ask_after` may
+        # find out that they have ended.
         self._doubtful: set[tuple[str, int]] = set()
-        # Workers whose names others have taken. If one was lost before, nothing else reports its end.
+        # Workers whose ranks or names others have taken. If one was lost before, nothing else reports its end.
         self._replaced: set[tuple[str, int]] = getattr(getattr(life.agent, "group", None), "replaced", set())
         # Not a SimpleQueue: its get() does not wait in ``threading``, see `_threads`.
         self._calls: queue.Queue[tuple[Group, object, Epoch] | None] = queue.Queue()
@@ -394,7 +395,10 @@ class _Groups:
         return tuple(one for one in (*there, *lost) if one.name != self.life.info.name)
 
     def number_of(self, worker: str) -> int:
-        """Return the number of a worker's life, the same on all workers."""
+        """Return the number of a worker's life. In a group of fixed size it is the same on all workers.
+
+        In other groups it may be the number of an earlier worker of this name; there `Epochs.seek` compares only names.
+        """
         if worker == self.life.info.name and not self.life.is_static:
             return self.life.number
         if not self.life.tells_ends:
@@ -447,7 +451,7 @@ class _Groups:
             one.leave(timeout=min(1.0, one.limit))
 
     def _drive(self) -> None:
-        # Nobody sets it. Unlike time.sleep() it waits in ``threading``, see `_threads`.
+        # This event is never set. Unlike time.sleep(), its wait is in ``threading``, see `_threads`.
         pause = threading.Event()
         while True:
             limits = [one.limit for one in list(self.groups.values())]
@@ -485,7 +489,8 @@ def group(name: str, limit: float = LIMIT_S) -> Group:
 
     Args:
         name (str): name of the group, the same on all workers.
-        limit (float): the seconds of silence after which a member is left out. The first call decides.
+        limit (float): the seconds of silence after which a member is left out. The call that makes the group here
+            decides; it may come from another worker.
 
     Raises NotRunning where RPC is not running.
     """

@@ -1,5 +1,4 @@
-"""The end of processes, for agents that do not report it: `Lifelines` uses ports that the kernel closes with a
-process."""
+"""The end of processes that the agent does not report: `Lifelines` uses ports that the kernel closes with a process."""
 
 from __future__ import annotations
 

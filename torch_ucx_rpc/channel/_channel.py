@@ -103,8 +103,8 @@ class Channel:
                 means no limit.
 
         Raises:
-            EpochEnded: the receiver has refused an earlier value, since it is in a later epoch of the group. Or this
-                process has advanced the group, or closed it.
+            EpochEnded: the receiver has refused an earlier value, since it is in a later epoch of the group. Or, only
+                with UCX, this process has advanced the group, or closed it.
             CallTimedOut: the receiver has not made room in time.
             WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
             ShutDown: RPC has been shut down on this worker.
@@ -181,8 +181,8 @@ class Channel:
     def advance(self, epoch: int) -> None:
         """Go to a later epoch: drop the values of earlier ones, and end waits for them with EpochEnded.
 
-        Other channels of the group in this process keep their epoch, and raise EpochEnded. Raises ValueError if this
-        process has the group in a later epoch.
+        Other channels of the group in this process keep their epoch, and raise EpochEnded as after `close`. Raises
+        ValueError if this process has the group in a later epoch.
         """
         _check_epoch(epoch)
         self._slots.advance(self._group, epoch)
@@ -191,7 +191,8 @@ class Channel:
     def close(self) -> None:
         """Drop all values of the group, and end waits for them with EpochEnded.
 
-        A new `Channel`, or `advance`, opens the group again. Until then `put` and `take` raise EpochEnded.
+        A new `Channel`, or `advance`, opens the group again. Until then `take` raises EpochEnded, and with UCX so does
+        `put`.
         """
         self._slots.close(self._group)
 

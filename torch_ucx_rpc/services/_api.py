@@ -48,7 +48,7 @@ class Member(NamedTuple):
 
 
 def role_of(worker: str) -> str:
-    """Return the role of a worker: its name without the number at the end."""
+    """Return the role of a worker: its name without the number at the end, and without a separator before it."""
     return worker.rstrip("0123456789").rstrip("-_:/.") or worker
 
 
@@ -344,7 +344,7 @@ def call_role(
 
 def statistics() -> tuple[ServiceStatistics, ...]:
     """Return the counts of calls that this worker has served, by name; empty if RPC is not running."""
-    # A user may still hold the agent of an earlier life.
+    # The directory of an earlier life does not count, even if a user still holds the agent of that life.
     known = directory.last() if directory.is_made() else None
     return () if known is None else _statistics_of(known)
 

@@ -40,7 +40,8 @@ class Replica:
     def __init__(self, owner: Owner) -> None:
         self.info = WorkerInfo(owner.worker, owner.rank)
         self.life = owner.life
-        # This worker's calls that the replica has not answered.
+        # This worker's calls that the replica has not answered. While it is the only replica, this leaves out the calls
+        # of `call`, and the plain ones of `call_async`.
         self.open = 0
 
     def __str__(self) -> str:
