@@ -259,6 +259,22 @@ TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsReleased) {
   EXPECT_EQ(events_.take(), Notes{"request 1"}) << "of the other peer";
 }
 
+// A wait may have the value already, so that the end of the peer does not reach it otherwise.
+TEST_F(InboxTest, AValueThatWaitsForItsTurnIsRejectedWithItsSender) {
+  announce(1, 1, 8 * kPiece, 1, wire::Kind::kPut);
+  announce(1, 2, 8 * kPiece, 100, wire::Kind::kPut);
+  startDeferred();
+  EXPECT_EQ(events_.take(), (Notes{"put announced 1", "put announced 2"}));
+  inbox_.dropPeer(peer(1));
+  const std::string rejected = "put rejected: " + peer(1).describe() + " is gone ";
+  EXPECT_EQ(events_.take(), (Notes{rejected + "2", rejected + "1"}));
+  startDeferred();
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(events_.take(), Notes{}) << "they have been rejected once";
+}
+
 TEST_F(InboxTest, RefusedFramesAreCountedAndLoggedOnceForEachSort) {
   wire::Header stranger;
   stranger.targetSession = kSession;

@@ -148,6 +148,12 @@ TEST_F(ChannelTest, ValuesOfAnotherLayoutAreCopiedIntoPostedTensors) {
   put(0, 1, "x", {value});
   (void)channel(1).wait(post(1, 0, "x", std::vector<at::Tensor>{strided}), kPatienceMs);
   EXPECT_TRUE(strided.equal(value));
+  const at::Tensor conjugate = at::zeros({kMiB}, at::kComplexFloat).conj();
+  const at::Tensor waves = at::randn({kMiB}, at::kComplexFloat);
+  const auto expected = post(1, 0, "x", std::vector<at::Tensor>{conjugate});
+  put(0, 1, "x", {waves});
+  (void)channel(1).wait(expected, kPatienceMs);
+  EXPECT_TRUE(conjugate.equal(waves));
 }
 
 TEST_F(ChannelTest, ValuesThatAreNotTakenWaitAtTheirSender) {
@@ -167,6 +173,18 @@ TEST_F(ChannelTest, ValuesThatAreNotTakenWaitAtTheirSender) {
   channel(0).wait(second);
   EXPECT_EQ(take(1, 0, "1").front().numel(), large.numel());
   EXPECT_EQ(channel(1).counts().untakenBytes, 0u);
+}
+
+TEST_F(ChannelTest, AHeldValueIsNotCountedWhenItsWaitIsOver) {
+  startInEpoch(2);
+  channel(0).wait(put(0, 1, "untaken", {at::ones({60 * kMiB}, at::kByte)}));
+  put(0, 1, "held", {at::ones({200 * kMiB}, at::kByte)});
+  put(0, 1, "small", {at::ones({1})});
+  EXPECT_EQ(take(1, 0, "small").size(), 1u); // so the announcement has come
+  const auto expected = post(1, 0, "held");
+  channel(1).cancel(expected); // the value is still being received
+  EXPECT_EQ(channel(1).wait(expected, kPatienceMs).tensors.size(), 1u);
+  EXPECT_EQ(channel(1).counts().untakenBytes, 60u * kMiB);
 }
 
 TEST_F(ChannelTest, SenderBlocksUntilItsSmallValuesAreTaken) {

@@ -448,6 +448,7 @@ void Inbox::dropPeer(const Peer& peer) {
   std::vector<wire::Piece> dropped;
   assembler_.dropSession(peer.member().session, dropped);
   receiver_.release(dropped);
+  const Error gone(ErrorCode::kPeerFailed, peer.describe() + " is gone");
   const auto isDropped = [&](Receiver::Announced& waiting) {
     const bool isOfPeer = &waiting.from->peer() == &peer;
     if (isOfPeer) {
@@ -457,7 +458,14 @@ void Inbox::dropPeer(const Peer& peer) {
   };
   std::erase_if(waitingRequests_, isDropped);
   std::erase_if(waitingResponses_, isDropped);
-  std::erase_if(waitingPuts_, isDropped);
+  std::erase_if(waitingPuts_, [&](Receiver::Announced& waiting) {
+    if (!isDropped(waiting)) {
+      return false;
+    }
+    // Channel has given the value to a wait already.
+    events_.addRejection(waiting.from->peer(), waiting.assembled.header, gone);
+    return true;
+  });
   for (auto held = heldPuts_.begin(); held != heldPuts_.end();) {
     held = isDropped(held->second) ? heldPuts_.erase(held) : std::next(held);
   }

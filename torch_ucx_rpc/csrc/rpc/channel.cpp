@@ -116,10 +116,11 @@ std::shared_ptr<Channel::Sent> Channel::put(
   {
     std::unique_lock lock(mutex_);
     account = &accounts_[&to];
-    if (!hasRoom() && to.state() == Peer::State::kPresent) {
+    const auto deadline = deadlineOf(timeout);
+    while (!hasRoom() && to.state() == Peer::State::kPresent) { // again, if another thread has taken the room
       lock.unlock();
       const bool isInTime =
-          waitUntil([&] { return hasRoom() || to.state() != Peer::State::kPresent; }, deadlineOf(timeout));
+          waitUntil([&] { return hasRoom() || to.state() != Peer::State::kPresent; }, deadline);
       if (!isInTime) {
         throw timedOut(
             to,

@@ -229,6 +229,7 @@ void Channel::matchLocked(const ArrivalPtr& arrival, const ExpectedPtr& expected
       arrival->isInOthersMemory = !into.empty();
       held_.remove(arrival);
       arrival->state = Arrival::State::kReceiving;
+      arrival->untakenBytes = 0; // now expected, so it never counts
       after.receives.push_back({&arrival->from, arrival->number, std::move(into)});
       break;
     }

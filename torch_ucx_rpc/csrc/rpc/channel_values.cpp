@@ -58,8 +58,11 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? "no tensors" : text.str();
 }
 
-bool isContiguousOnHost(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.is_contiguous();
+// Whether the bytes of the elements may be received into the tensor's memory. A tensor with __torch_dispatch__ may have
+// no memory of its own.
+bool takesBytes(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.is_contiguous() &&
+      !tensor.is_conj() && !tensor.is_neg() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 } // namespace
@@ -173,7 +176,7 @@ std::vector<c10::DataPtr> Channel::memoryIn(
     const std::span<const int64_t> strides = view.tensors[index].strides;
     constexpr uint8_t kBits = wire::kConjugate | wire::kNegative;
     if (record.storage >= view.storages.size() || record.layout != wire::Layout::kStrided ||
-        (record.flags & kBits) != 0 || record.storageOffset != 0 || !isContiguousOnHost(tensor) ||
+        (record.flags & kBits) != 0 || record.storageOffset != 0 || !takesBytes(tensor) ||
         record.dtype != static_cast<uint8_t>(tensor.scalar_type()) || !std::ranges::equal(sizes, tensor.sizes()) ||
         !std::ranges::equal(strides, tensor.strides())) {
       continue;
