@@ -32,8 +32,13 @@ struct Libcrypto {
   OsslParam (*textParam)(const char* key, char* text, size_t bytes);
   OsslParam (*endParam)();
   int (*compare)(const void* left, const void* right, size_t bytes);
+  unsigned long (*version)();
   void* hmac = nullptr; // EVP_MAC; lives as long as the process
 };
+
+// OpenSSL 3.0.3. Without a key, init() of earlier versions does nothing, where it should start again with the same key
+// (openssl#17811). Ubuntu 22.04 has 3.0.2.
+constexpr unsigned long kKeepsKeys = 0x30000030;
 
 void* openLibrary() {
   // Prefers a library that the process has already loaded to a newer one on the disk.
@@ -66,6 +71,7 @@ Libcrypto::Libcrypto() {
   load(textParam, "OSSL_PARAM_construct_utf8_string");
   load(endParam, "OSSL_PARAM_construct_end");
   load(compare, "CRYPTO_memcmp");
+  load(version, "OpenSSL_version_num");
   hmac = macFetch(nullptr, "HMAC", nullptr);
   if (hmac == nullptr) {
     throw std::runtime_error("OpenSSL's libcrypto offers no HMAC: check its configuration (openssl.cnf)");
@@ -97,11 +103,14 @@ Hmac::Hmac(std::string_view key) : context_(libcrypto().contextNew(libcrypto().h
   char digest[] = "SHA256"; // not const: OpenSSL declares it so, and only reads it
   const OsslParam params[] = {libcrypto().textParam("digest", digest, 0), libcrypto().endParam()};
   check(libcrypto().init(context_.get(), asChars(key.data()), key.size(), params));
+  if (libcrypto().version() < kKeepsKeys) {
+    key_ = key;
+  }
 }
 
 Hmac::Tag Hmac::of(std::initializer_list<std::span<const std::byte>> parts) {
   const Libcrypto& library = libcrypto();
-  check(library.init(context_.get(), nullptr, 0, nullptr)); // starts again with the same key, from OpenSSL 3.0.3 on
+  check(library.init(context_.get(), key_.empty() ? nullptr : asChars(key_.data()), key_.size(), nullptr));
   for (const std::span<const std::byte> part : parts) {
     check(library.update(context_.get(), asChars(part.data()), part.size()));
   }

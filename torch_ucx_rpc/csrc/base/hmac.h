@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
 namespace torch_ucx_rpc {
@@ -36,6 +37,7 @@ class Hmac {
     void operator()(void* context) const;
   };
   std::unique_ptr<void, Free> context_; // EVP_MAC_CTX
+  std::string key_; // if libcrypto needs it for each tag
 };
 
 } // namespace torch_ucx_rpc
