@@ -23,9 +23,7 @@ namespace {
 using c10::IValue;
 using Slots = c10::SmallVector<int64_t, 64>;
 
-// Calls that write to storages of the same stripe take turns. Small storages seldom share a stripe. Large storages to
-// which malloc gives pages of their own all share one: they begin at the same offset in a page, and the stripe depends
-// on that offset alone.
+// Calls that write to storages of the same stripe take turns. There are many stripes, so two storages seldom share one.
 constexpr size_t kStripes = 64;
 std::array<std::mutex, kStripes>& stripes() {
   static auto* mutexes = new std::array<std::mutex, kStripes>(); // NOLINT(cppcoreguidelines-owning-memory): see define
@@ -167,12 +165,18 @@ class NativeOp final : public c10::OperatorKernel {
     return slots;
   }
 
-  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock. The six
-  // lowest bits of an address do not count: torch aligns memory to 64 bytes, so they are always 0.
+  // The stripe depends on all bits of the address (Fibonacci hashing): large storages have pages of their own, and begin
+  // at the same offset in a page.
+  static size_t stripeOf(const at::Tensor& tensor) {
+    const uint64_t address = std::hash<const void*>()(tensor.storage().data());
+    return (address * 0x9E3779B97F4A7C15) >> (64 - std::countr_zero(kStripes));
+  }
+
+  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock.
   c10::SmallVector<std::unique_lock<std::mutex>, 4> takeTurn(const std::vector<IValue>& arguments) const {
     c10::SmallVector<size_t, 4> wanted;
     for (const size_t index : written_) {
-      wanted.push_back(std::hash<const void*>()(arguments[index].toTensor().storage().data()) / 64 % kStripes);
+      wanted.push_back(stripeOf(arguments[index].toTensor()));
     }
     std::sort(wanted.begin(), wanted.end());
     wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
