@@ -229,6 +229,19 @@ TEST_F(GroupTest, JoinReturnsWhenNoCallIsOpen) {
   EXPECT_TRUE(worker(1).monitor.isEverybodyLeaving());
 }
 
+TEST_F(GroupTest, JoinWaitsOnceForCallsAndWorkers) {
+  start(2);
+  network_.setFault([](const wire::Header& header, SendMode /*mode*/) {
+    return header.kind == wire::Kind::kRequest ? Fate::kDrop : Fate::kDeliver;
+  });
+  const Future never = worker(0).call(1, "lost");
+  const auto began = std::chrono::steady_clock::now();
+  const auto failed = rpcFailureOf([&] { worker(0).group.join(milliseconds(1000), kPatience); });
+  ASSERT_TRUE(failed);
+  EXPECT_TRUE(contains(failed->what(), "worker 'w0' waited 1000 ms for all workers")) << failed->what();
+  EXPECT_LT(std::chrono::steady_clock::now() - began, milliseconds(1900));
+}
+
 TEST_F(GroupTest, JoinThatTimesOutFailsLikeABarrier) {
   start(2);
   const auto failed = rpcFailureOf([&] { worker(0).group.join(milliseconds(1), kPatience); });

@@ -299,7 +299,8 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
         next = std::min(next, now + kRRefPeriod);
         expireLater(std::move(one), now + kRRefPeriod);
       } else {
-        failLater(std::move(one.call), {RpcFailure::Kind::kRRefLost, *one.call.failure});
+        const RpcFailure lost{RpcFailure::Kind::kRRefLost, *one.call.failure};
+        failLater(std::move(one.call), lost);
       }
       continue;
     }

@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kForEver = Clock::time_point::max();
 // For how long a thread in join() waits for owners that are still making RRefs whose references torch has deleted here.
 // If an owner gets the deletions too late, torch complains about leaks.
-constexpr auto kDeletionPatience = std::chrono::seconds(1);
+constexpr auto kDeletionPatience = std::chrono::seconds(5);
 // How often a thread in join() looks whether calls have ended.
 constexpr auto kPoll = std::chrono::milliseconds(1);
 
@@ -196,7 +196,10 @@ void Group::onBarrierRelease(Peer& from, uint64_t round, const Barrier::Result& 
 }
 
 Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
-  const auto deadline = deadlineOf(timeout);
+  return barrier(value, deadlineOf(timeout), timeout);
+}
+
+Barrier::Result Group::barrier(int64_t value, Clock::time_point deadline, std::chrono::milliseconds timeout) {
   barrier_.enter(value);
   Barrier::Result result;
   while (!barrier_.wait(kSignalCheckPeriod, result)) {
@@ -244,11 +247,6 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
   uint64_t openedBefore = ~0ull;
   Error lost;
   for (int quietRounds = 0; quietRounds < 2;) {
-    const auto left = deadline == kForEver
-        ? std::chrono::milliseconds(0)
-        : std::max(
-              std::chrono::milliseconds(1), // 0 would mean no limit
-              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
     while ((calls_.open() != 0 && Clock::now() < deadline) || (calls_.owesDeletions() && Clock::now() < patience)) {
       whileWaiting_();
       std::this_thread::sleep_for(kPoll);
@@ -256,7 +254,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     const uint64_t opened = calls_.opened();
     const bool isQuiet = calls_.open() == 0 && (quietRounds == 0 || opened == openedBefore);
     openedBefore = opened;
-    Barrier::Result result = barrier(isQuiet ? 0 : 1, left);
+    Barrier::Result result = barrier(isQuiet ? 0 : 1, deadline, timeout);
     quietRounds = result.sum == 0 ? quietRounds + 1 : 0;
     lost = std::move(result.lost); // all workers agree on it in the last round
   }

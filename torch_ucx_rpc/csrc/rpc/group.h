@@ -101,6 +101,10 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   void onPeerGone(Peer& peer) override;
 
  private:
+  // Waits until `deadline`. The failure tells how long the caller has waited: `timeout`.
+  Barrier::Result barrier(
+      int64_t value, std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout);
+
   // Barrier::Link.
   bool isPresent(Rank rank) const override;
   Rank endOfRanks() const override;
