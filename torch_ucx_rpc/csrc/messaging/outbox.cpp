@@ -526,7 +526,12 @@ size_t Outbox::underWay() const {
     const Connection::State state = connection->state();
     const bool counts = state != Connection::State::kClosed && connection->endpoint().has_value();
     sum += counts ? connection->outgoing.underWay : 0;
-    sum += state == Connection::State::kResuming ? connection->outgoing.kept.all().size() : 0;
+    if (state == Connection::State::kResuming) {
+      sum += connection->outgoing.kept.all().size();
+      for (const auto& waiting : connection->outgoing.waiting) {
+        sum += waiting.size();
+      }
+    }
     sum += connection->outgoing.held.size();
   }
   return sum;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <exception>
 #include <optional>
 #include <string>
 
@@ -36,8 +37,14 @@ ProcessWatch::Outcome ProcessWatch::add(const Member& member, const Member& self
     return Outcome::kHasEnded;
   }
   const std::lock_guard lock(mutex_);
+  try {
+    watch_(process, std::move(onEnd));
+  } catch (const std::exception&) {
+    // The kernel gives this user no more watches. The heartbeat notices the end.
+    ::close(process);
+    return Outcome::kNotPossible;
+  }
   processes_[member.session] = process;
-  watch_(process, std::move(onEnd));
   return Outcome::kWatched;
 }
 
