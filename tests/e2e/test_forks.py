@@ -60,6 +60,7 @@ def test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
         "a call to oneself": lambda: rpc.rpc_sync("worker0", torch.add, (torch.ones(2), 1)),
         "metrics": lambda: agent().get_metrics(),
         "lanes": lambda: agent().get_debug_info(),
+        "statistics": statistics,
         "shutdown": rpc.shutdown,
         "an ungraceful shutdown": lambda: rpc.shutdown(graceful=False),
         "init_rpc": lambda: rpc.init_rpc("again", backend="UCX", rank=0, world_size=2),

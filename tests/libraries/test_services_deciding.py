@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.rpc as rpc
 
+import torch_ucx_rpc
 from tests.support import workers
 from tests.support.labs import Fate, VirtualHosts
 from tests.support.workers import Steps, backend_options, eventually, init_rpc
@@ -51,6 +52,19 @@ def pid_of(steps: Steps, rank: int) -> int:
 
 
 # ---- Workers that hang, and deciders that die ------------------------------------------------------------------------
+
+
+def test_a_worker_that_died_before_the_first_name_stops_none(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(2, register_after_a_death, shutdown=False, exit_codes={0: KILLED})
+
+
+def register_after_a_death(rank: int) -> None:
+    if rank == 0:
+        die()
+    eventually(lambda: any(peer.state == "failed" for peer in torch_ucx_rpc.statistics().peers), "it is lost")
+    services.pair("weights", 1)
+    assert offered() == {"weights"}
+    rpc.shutdown(graceful=False)
 
 
 @pytest.mark.parametrize("group", ["fixed", "dynamic"])

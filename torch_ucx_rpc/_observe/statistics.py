@@ -362,6 +362,7 @@ def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
     values = agent._statistics()
     peers = []
     for peer in values.pop("peers"):
+        del peer["has_ended"]
         counts, sum_ns = peer.pop("latency_counts"), peer.pop("latency_sum_ns")
         peers.append(_peer(**peer, latencies={"counts": counts, "sum_us": sum_ns / 1000}))
     return Statistics(

@@ -30,7 +30,7 @@ class Gone(NamedTuple):
     """The end of a worker. ``session`` distinguishes its lives under the same name.
 
     ``has_ended`` means that the kernel has reported the end of the process. Otherwise a failed worker may only be cut
-    off. `ended` does not know it, and leaves it False.
+    off.
     """
 
     session: int
@@ -41,7 +41,8 @@ class Gone(NamedTuple):
     has_ended: bool = False
 
 
-_lock = threading.Lock()
+# The garbage collector may run a subscriber's end in a thread that has the lock.
+_lock = threading.RLock()
 _subscribers: dict[int, Callable[[Gone], None]] = {}
 _tokens = itertools.count()
 # The watched agent; subscriptions end with it.
@@ -124,6 +125,7 @@ def _ended_peers(agent: Any) -> dict[int, Gone]:
             peer["state"] == "failed",
             f"worker {peer['name']!r} (rank {peer['rank']}, pid {peer['pid']} on {peer['host']}) has "
             + ("died or cannot be reached any more" if peer["state"] == "failed" else "left the group"),
+            peer["has_ended"],
         )
         for peer in agent._statistics()["peers"]
         if peer["state"] in _ENDED

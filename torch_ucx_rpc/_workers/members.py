@@ -7,15 +7,15 @@ Example, on every worker::
 
     >>> from torch_ucx_rpc._workers import members
     >>> workers = members.group("mine")          # the same object for the same name
-    >>> epoch = workers.wait()                   # this worker is a member
+    >>> epoch = workers.epoch                    # the latest that this worker knows
     >>> epoch.number, [one.name for one in epoch.members], epoch.decider.name
     (1, ['worker0', 'worker1'], 'worker0')
-    >>> workers.check(epoch.number)              # EpochOver if another epoch is in force by now
+    >>> workers.is_current(epoch.number)         # False once a worker has died, hung or come
+    True
     >>> stop = workers.subscribe(lambda epoch: print(epoch.number))
-    >>> workers.wait(after=epoch.number)         # once a worker has died, hung or come
 
-A step of a library counts if the decider's `check` passes before and after it. A message counts if the receiver's
-`check` passes with the number in it. The libraries ask `Group.is_current`, which is `check` without its wait.
+A step of a library counts if `Group.is_current` holds on the decider before and after it. A message counts if it holds
+on the receiver with the number in the message.
 
 In a group of fixed size all workers, even dead ones, are the members of epoch 1. Elsewhere workers join as they make
 the group. When one worker makes the group, all workers that it can reach make it too.
@@ -42,7 +42,7 @@ from torch_ucx_rpc._workers.lost import Gone
 from torch_ucx_rpc._workers.messages import Epoch, Member, Message, epochs_in
 from torch_ucx_rpc._workers.probes import Address, Lifelines
 
-__all__ = ["CutOff", "Epoch", "EpochOver", "Group", "Member", "group"]
+__all__ = ["Epoch", "Group", "Member", "group"]
 
 _logger = logging.getLogger(__name__)
 
@@ -53,15 +53,6 @@ LIMIT_S = 5.0
 _ACQUAINTED = 64
 # Limit of unanswered messages to a worker; further ones are dropped.
 _UNANSWERED = 4
-
-
-class EpochOver(RuntimeError):
-    """Another epoch than the expected one is in force: the message says which."""
-
-
-class CutOff(EpochOver):
-    """This worker is not a member of the epoch in force, or cannot know: the message names the workers it cannot
-    hear."""
 
 
 class Group:
@@ -125,48 +116,6 @@ class Group:
             if one.name not in members:
                 self._known.ask_after(one)
         return {one.name for one in others} | {self.me.name}
-
-    def check(self, number: int) -> None:
-        """Return if this epoch is in force at this moment.
-
-        Raises `EpochOver` if the latest epoch that this worker knows has another number. Raises `CutOff` if this worker
-        is out, or hears too little from the others to know. It waits for certainty for at most twice the limit.
-        """
-        deadline = time.monotonic() + 2 * self.limit
-        with self._changed:
-            while True:
-                epoch, now = self._epochs.epoch, time.monotonic()
-                if self._epochs.is_out or not epoch.number:
-                    raise CutOff(self.why_not_current())
-                if epoch.number != number:
-                    raise EpochOver(f"epoch {number} of group {self.name!r} is over; it is in epoch {epoch.number}")
-                if self._epochs.is_current(now):
-                    return
-                if now >= deadline:
-                    raise CutOff(self.why_not_current())
-                self._changed.wait(self.limit * BEAT)
-
-    def wait(self, after: int = 0, timeout: float | None = None) -> Epoch:
-        """Return the epoch that is in force, once its number is larger than ``after`` and this worker is a member.
-
-        Raises `CutOff` if this worker is out, and TimeoutError after ``timeout`` seconds. Without a timeout it raises
-        `CutOff` when it has heard too little from the others for four times the limit.
-        """
-        began = heard = time.monotonic()
-        with self._changed:
-            while True:
-                epoch, now = self._epochs.epoch, time.monotonic()
-                if self._epochs.is_out:
-                    raise CutOff(self.why_not_current())
-                if self._epochs.is_current(now):
-                    heard = now
-                    if epoch.number > after:
-                        return epoch
-                if timeout is not None and now - began >= timeout:
-                    raise TimeoutError(f"group {self.name!r} has had no epoch after {after} for {timeout:g} s")
-                if timeout is None and now - heard > 4 * self.limit:
-                    raise CutOff(self.why_not_current())
-                self._changed.wait(self.limit * BEAT)
 
     def subscribe(self, callback: Callable[[Epoch], None]) -> Callable[[], None]:
         """Have ``callback(epoch)`` called with each epoch that this worker enters, and with one that leaves it out.
@@ -271,7 +220,7 @@ class Group:
             self._told = epoch
             self._changed.notify_all()
             for one in epoch.members:
-                for name, life in self._known.ended:
+                for name, life in list(self._known.ended):
                     if (one.name, one.life) == (name, life):
                         self._epochs.die(one, time.monotonic())
             for token in self._callbacks:

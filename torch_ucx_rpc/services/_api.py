@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch_ucx_rpc._arguments import check_callable, check_count, check_flag, check_str, check_timeout, check_type, got
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
 from torch_ucx_rpc._threads import Thread
+from torch_ucx_rpc.errors import ShutDown
 from torch_ucx_rpc.services._calls import route_to, unknown
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
@@ -221,7 +222,7 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
         timeout (float): limit in seconds, 0 for none (default: ``rpc_timeout``).
 
     Raises TimeoutError, which lists the workers that offer the name. Raises RuntimeError if no worker decides on names
-    within ``timeout``.
+    within ``timeout``, and ShutDown if RPC is shut down meanwhile.
 
     Example::
 
@@ -237,13 +238,15 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
     known.sync(limit or math.inf)
     with known.changed:
         while len((service := service_of(known.owners, name)).workers) < replicas:
+            if not known.life.lasts():
+                raise ShutDown("RPC has been shut down")
             left = deadline - time.monotonic()
             if limit and left <= 0:
                 offering = ", ".join(map(repr, service.workers)) or "none"
                 raise TimeoutError(
                     f"fewer than {replicas} workers offer {name!r} after {limit:g} s; it is offered by: {offering}"
                 )
-            known.changed.wait(left if limit else None)
+            known.changed.wait(min(left, _GLANCE_S) if limit else _GLANCE_S)
         return service
 
 

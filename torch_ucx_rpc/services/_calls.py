@@ -105,7 +105,7 @@ def route_to(name: str) -> Route:
         replicas = [known.replicas.setdefault(owner.life, Replica(owner)) for owner in owners]
         route = Route(name, owners, replicas, known.life.tells_ends)
         # The table may have changed since the lookup.
-        if known.look_up(name) == owners:
+        if known.look_here(name) == owners:
             known.routes[name] = route
     return route
 

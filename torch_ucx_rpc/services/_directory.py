@@ -71,7 +71,7 @@ class Directory:
         self.lock = threading.RLock()
         # Notified when the table has changed, and with each epoch.
         self.changed = threading.Condition(self.lock)
-        # Owners by name of the worker. An owner that has ended may remain, without offers.
+        # Owners by name of the worker. An owner that has ended may remain, without offers. Never changed in place.
         self.owners: dict[str, Owner] = {}
         self.own = Owner(life.info.name, life.info.id, life.number, 0, {})
         # For callers, routes by name and replicas by life; for the callee, the served things by name.
@@ -108,6 +108,10 @@ class Directory:
         """Return the owners of a name by rank; only members of the epoch, if there are any."""
         if not owners_of(self.owners, name):
             self.sync()
+        return self.look_here(name)
+
+    def look_here(self, name: str) -> list[Owner]:
+        """Do `look_up` in this copy alone."""
         with self.lock:
             owners = owners_of(self.owners, name)
             return [one for one in owners if self._is_member(one)] or owners
@@ -133,7 +137,8 @@ class Directory:
 
     def _take(self, *owners: Owner) -> None:
         ended = self._ended
-        self.owners |= {one.worker: one for one in owners if one.life not in ended or not one.offers}
+        changed = {one.worker: one for one in owners if one.life not in ended or not one.offers}
+        self.owners = {**self.owners, **changed}
         self.routes.clear()
         self.changed.notify_all()
 

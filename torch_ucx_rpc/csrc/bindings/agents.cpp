@@ -91,6 +91,7 @@ void addCounts(py::dict& values, const std::vector<Count>& counts) {
 
 // The statistics, under the names of the fields in _observe/statistics.py.
 py::dict statisticsOf(UcxRpcAgent& agent) {
+  agent.checkProcess();
   AgentStatistics statistics{};
   {
     const WithoutGil noGil; // it waits for the worker lock
@@ -107,6 +108,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
         "pid"_a = member.pid,
         "session"_a = member.session,
         "state"_a = nameOf(of.state, of.peer->isResuming.load()),
+        "has_ended"_a = of.peer->hasEnded.load(),
         "lanes"_a = of.lanes,
         "latency_counts"_a = of.latencyCounts,
         "latency_sum_ns"_a = of.latencySum.count());
