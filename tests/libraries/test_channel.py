@@ -259,9 +259,12 @@ def end_waits(rank: int) -> None:
         channel = Channel(f"ending {said}")
         timer = threading.Timer(0.2, end, (channel,))
         timer.start()
+        other, old = f"worker{1 - rank}", Channel(f"ending {said}")
         with pytest.raises(EpochEnded, match=said):
-            Channel(f"ending {said}").take(f"worker{1 - rank}", "never")
+            old.take(other, "never")
         timer.join()
+        with pytest.raises(EpochEnded, match=said):
+            old.put(other, "never", torch.ones(1))
 
 
 def test_late_values_of_a_closed_channel_do_not_block_shutdown(run_on_both: RunWorkers, tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ class Channel:
                 means no limit.
 
         Raises:
-            EpochEnded: the receiver has refused an earlier value, since it is in a later epoch of the group. Or, only
-                with UCX, this process has advanced the group, or closed it.
+            EpochEnded: the receiver has refused an earlier value, since it is in a later epoch of the group. Or this
+                process has advanced the group, or closed it.
             CallTimedOut: the receiver has not made room in time.
             WorkerLost, WorkerLeft, UnknownWorker: there is no such receiver (any more).
             ShutDown: RPC has been shut down on this worker.
@@ -191,8 +191,7 @@ class Channel:
     def close(self) -> None:
         """Drop all values of the group, and end waits for them with EpochEnded.
 
-        A new `Channel`, or `advance`, opens the group again. Until then `take` raises EpochEnded, and with UCX so does
-        `put`.
+        A new `Channel`, or `advance`, opens the group again. Until then `put` and `take` raise EpochEnded.
         """
         self._slots.close(self._group)
 

@@ -101,6 +101,7 @@ class RpcSlots:
         if is_copied := size <= self.COPIED_BYTES:
             tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with self._changed:
+            self._check(group, epoch)
             if (refused := self._refused.get((group, epoch, to))) is not None:
                 raise EpochEnded(refused, name=to, group=group)
             while (lent := self._lent.get(to, 0)) and lent + size > self.LENT_BYTES:
@@ -142,10 +143,7 @@ class RpcSlots:
         epoch, source, tag = key
         with self._changed:
             while not (queue := self._values.get(group, {}).get(key)):
-                if group not in self._epochs:
-                    raise EpochEnded(f"channel {group!r} has been closed on this worker", group=group)
-                if (now := self._epochs[group]) > epoch:
-                    raise EpochEnded(_where(group, now, self._name), group=group, epoch=now)
+                self._check(group, epoch)
                 if not self._wait(deadline):
                     raise CallTimedOut(
                         f"no value has come from worker {source!r} under tag {tag!r} of channel {group!r}",
@@ -157,6 +155,13 @@ class RpcSlots:
                 del self._values[group][key]
         value.taken.set_result(None)
         return value
+
+    def _check(self, group: str, epoch: int) -> None:
+        """Raise EpochEnded if the group is closed here, or in a later epoch. The caller holds the condition."""
+        if group not in self._epochs:
+            raise EpochEnded(f"channel {group!r} has been closed on this worker", group=group)
+        if (now := self._epochs[group]) > epoch:
+            raise EpochEnded(_where(group, now, self._name), group=group, epoch=now)
 
     def _take_before(self, group: str, epoch: int) -> list[_Value]:
         """Take out the values of earlier epochs. The caller holds the condition."""
