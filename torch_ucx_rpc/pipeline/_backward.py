@@ -65,7 +65,7 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     ends, begins, own = ([node for node in map(find, some) if node is not None] for some in (roots, inputs, weights))
     reverse = torchs.construct_reverse_graph(ends)
     way_to_inputs, _ = torchs.reverse_closure(begins, set(), reverse)
-    # `inputs_half` passes over weights with a path to an output that does not meet the inputs' path.
+    # Pass over weights with a path to an output that does not meet the inputs' path: `weights_half` handles them apart.
     beside = _reached_from(node for node in ends if node not in way_to_inputs)
     parts = []
     for group in torchs.get_param_groups(begins, own, reverse):
@@ -105,7 +105,7 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
     weight_of = {torchs._get_grad_fn_or_grad_acc(weight): weight for weight in weights if weight.requires_grad}
     nodes = {node for _, _, some in half.parts for node in some}
     apart = [weight for node, weight in weight_of.items() if node not in nodes]
-    # backward() copies a gradient where two weights have the same one.
+    # Unlike grad(), backward() gives each weight a gradient of its own, even if two weights have the same one.
     if half.roots and apart:
         torch.autograd.backward(half.roots, half.gradients, retain_graph=True, inputs=apart)
     for edges, gradients, some in half.parts:

@@ -45,8 +45,8 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 def timed(
     model: nn.Module, blocks: Iterable[tuple[str, nn.Module]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, float]]:
-    """Run a forward of the model. Returns name and seconds of each block in the order in which they run. The model
-    stays as it is."""
+    """Run the model's forward twice, and time the second run. Returns name and seconds of each block in the order in
+    which they run. The model stays as it is."""
     began: dict[str, float] = {}
     found: list[tuple[str, float]] = []
     hooks = []

@@ -17,7 +17,7 @@
    ``step_timeout`` is over, the driver gives up the workers whose stages are busy. If none is busy, it gives up all
    workers without a result. No other timeout makes it give a worker up.
 6. After the loss of a worker the epoch ends at message 0. The hosts load the last checkpoint, so that no earlier
-   gradient or optimizer step counts. Then `recovery` repeats the journal since the checkpoint.
+   gradient or optimizer step counts. Then `_recovery` repeats the journal since the checkpoint.
 
 Hosts apply gradients and steps of optimizers as they carry out each order. All hosts undo a call that fails: gradients
 are then as they were before the call. If an optimizer fails on one worker, the others have taken their step.
@@ -137,7 +137,8 @@ class _Epoch:
 
 
 class Crew:
-    """The workers of one pipeline. It belongs to the driver's thread, except `present` and `forget`.
+    """The workers of one pipeline. It belongs to the driver's thread, except `present`, `forget` and `close`. The
+    garbage collector may call the last two in any thread.
 
     ``places`` has worker and device of each row of the schedule, and ``worker_of`` the row of each stage.
     """
@@ -177,8 +178,7 @@ class Crew:
         self._quiet[name] = arguments
 
     def forget(self, call: int) -> None:
-        """Let the workers free the state that they keep of a call. The garbage collector may call this, in any
-        thread."""
+        """Let the workers free the state that they keep of a call."""
         self._forgotten.append(call)
 
     def send(self, name: str, *arguments: Any) -> None:

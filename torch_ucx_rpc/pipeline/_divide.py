@@ -71,7 +71,7 @@ def _sample(sample: Any, chunks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, dict):
         args, kwargs = (), sample
     size = batch_size((args, kwargs))
-    # Tracing would treat a dimension of size 1 as a constant.
+    # Leave at least two samples: tracing would treat a dimension of size 1 as a constant.
     if size is not None and size >= 2 * chunks:
         args, kwargs = split((args, kwargs), chunks)[0]
     return args, kwargs

@@ -17,8 +17,8 @@ class StageError(PipelineError):
     """The code of a stage raised an exception. The message ends with the stage's own traceback.
 
     Attributes:
-        stage (int | None): index of the stage, or None when the failure belongs to the worker as a whole (its
-            optimizer, for one).
+        stage (int | None): index of the stage, or None when the failure belongs to the worker as a whole, such as that
+            of its optimizer.
         worker (str): name of the worker that runs the stage.
         micro_batch (int | None): index of the micro-batch, or None outside a schedule.
         traceback_text (str): the traceback on the worker.

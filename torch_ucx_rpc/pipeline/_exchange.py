@@ -132,8 +132,8 @@ class Exchange:
         self._expected = ()
 
     def expect(self, expected: Iterable[Slot]) -> None:
-        """Announce the values that the host will take. The first `take` posts all of them before it waits, so that no
-        sender waits for room for ever."""
+        """Announce the values that the host will take. The first `take` of a value from another host posts all of them
+        before it waits, so that no sender waits for room for ever."""
         self._expected = expected
 
     def take(self, slot: Slot) -> Any:

@@ -86,7 +86,7 @@ class Host:
         self._box.close()
 
     def progress(self) -> str:
-        """State of the thread: "idle", "waiting" for another stage, or "busy"."""
+        """Return the state of the thread: "idle", "waiting" for another stage, or "busy". Report a failure again."""
         self._tell()
         return "idle" if self._is_idle else "waiting" if self.exchange.is_waiting else "busy"
 

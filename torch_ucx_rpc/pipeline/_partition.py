@@ -72,7 +72,7 @@ class StageSpec:
 
     index: int
     module: Any
-    """An nn.Module, a `Built`, or an RRef to a module that lives on the worker already."""
+    """An nn.Module, a `Built`, or an RRef to a module that lives on the worker already. For a spare, a `Skeleton`."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None
     """Positional and keyword arguments with `Ref` in them; None: the arguments of the batch."""
     output: Any = None

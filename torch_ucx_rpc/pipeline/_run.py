@@ -80,7 +80,8 @@ class Run:
         self._events: list[tuple[Action, float, float]] = []
 
     def carry_out(self, row: Row) -> dict[str, Any]:
-        """Run all actions in turn. Raises ActionError, AbortedError and LostPeerError."""
+        """Run all actions in turn. Raises ActionError, AbortedError and LostPeerError, and ValueError for losses whose
+        counts do not fit together."""
         actions = [action for action in map(self._whole, row) if action is not None]
         self._exchange.expect(slot for action in actions for slot in self._needs(action))
         for action, following in zip(actions, (*actions[1:], None), strict=True):

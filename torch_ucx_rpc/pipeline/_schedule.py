@@ -46,7 +46,7 @@ class Schedules:
     Args:
         name: name of a schedule, or a text in torch's format.
         workers: number of workers; each runs one row.
-        per_worker: number of stages; None for the number in the schedule, or its default.
+        per_worker: number of stages on each worker; None for the number in the schedule, or its default.
         chunks: number of micro-batches of most steps.
 
     Raises ScheduleError if the schedule cannot run.

@@ -21,7 +21,7 @@ from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device,
 
 __all__ = ["Autocast", "Loss", "Request", "Stage"]
 
-# (device type, dtype) of the autocast that was on where the step was called.
+# Device type and dtype of each autocast that was on where the call was made.
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
@@ -102,7 +102,7 @@ class Stage:
         self._last_seed: tuple[Any, torch.Tensor] | None = None
         # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
         self.targets = tuple(sorted((edge.target for edge in spec.edges_out), reverse=True))
-        # Parameters that other stages use too, by the model's name.
+        # Parameters that other stages use too, each with its tie.
         named = dict(module.named_parameters(remove_duplicate=False))
         self.ties = [(tie, named[tie.name]) for tie in spec.ties]
         # Whether the two halves of a backward are apart. With rematerialization each would recompute the activations,

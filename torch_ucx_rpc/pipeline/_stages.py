@@ -75,10 +75,11 @@ class Stages:
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         for arguments in config.optimizers:
             self.order_optimizer(*arguments)
-        # The last call that adds to gradients: number of its message, its own number, and the gradients before it.
+        # The last call: number of its message, and its own number.
         self._last_run = (-1, -1)
+        # The gradients before the last call that adds to them.
         self._before: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        # Whether the gradients of that call wait for their factor, apart from the gradients before it.
+        # Whether the gradients of that call wait for their factor, apart from the earlier gradients.
         self._is_apart = False
 
     def clear(self) -> None:
@@ -95,6 +96,8 @@ class Stages:
 
     def order_run(self, request: Request) -> dict[str, Any]:
         self._last_run = self._exchange.number, request.call
+        if not self._is_apart:
+            self._before = []
         if request.adds_gradients:
             self._is_apart = request.is_apart
             self._before = [(one, one.grad) for stage in self.by_index.values() for one in stage.module.parameters()]
@@ -215,9 +218,9 @@ class Stages:
         part_of(self, *what).apply(state)
 
     def order_synchronize(self) -> None:
-        """Do nothing: the answer shows that all earlier orders have been carried out."""
+        """Wait for the device of the stages. The answer shows that all earlier orders have been carried out."""
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self._device)
 
 
 def _scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """The values between stages: any nesting of tuples, lists, dicts and dataclasses, with tensors, None and anything else
 that can be pickled.
 
-A *packet* carries such a value from one stage to the next. It has the value with its tensors detached, and the
-positions of the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
+A *packet* carries such a value from one stage to the next. It has the value with its tensors detached. So they have
+lost ``requires_grad``, and the packet also has the positions of the tensors that want a gradient.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def equal(one: Any, other: Any) -> bool:
     try:
         return type(one) is type(other) and bool(one == other)
     except Exception:
-        # An array, for one, compares element by element.
+        # For example, arrays compare element by element.
         return False
 
 
