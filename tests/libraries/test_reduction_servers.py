@@ -192,6 +192,50 @@ def be_stopped_within_a_step(rank: int, steps: Steps) -> None:
         steps.done("over 1")
 
 
+class FailingSGD(torch.optim.SGD):
+    """Fails in its second step."""
+
+    def step(self) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].item() != 0:
+            raise ValueError("no second step")
+        super().step()
+
+
+def test_an_optimizer_that_fails_is_an_error_of_the_push(run_on_both: RunWorkers) -> None:
+    run_on_both(2, push_to_a_failing_optimizer)
+
+
+def push_to_a_failing_optimizer(rank: int) -> None:
+    if rank == 1:
+        make = functools.partial(FailingSGD, lr=1.0)
+        server = reduction.serve("worker0", trainers=1, parameters=[torch.zeros(1)], optimizer=make)
+        assert reduction.push_pull(server, torch.ones(1)).item() == -1
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cannot update the parameters: ValueError: no second step"):
+                reduction.push_pull(server, torch.ones(1))
+        with pytest.raises(ValueError, match="there are 1 for 2 hosts: give fewer hosts"):
+            reduction.serve("worker0", "worker1", name="wide", parameters=[torch.zeros(1)], optimizer=SGD)
+
+
+def test_a_push_after_the_server_was_left_fails(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(2, push_after_leaving)
+
+
+def push_after_leaving(rank: int) -> None:
+    if rank == 1:
+        server = reduction.serve("worker0", trainers=1)
+        reduction.push_pull(server, torch.ones(1))
+        steps = server.by_hand
+        server.leave()
+        # A push that began before is not a trainer any more.
+        steps.put([torch.ones(1)])
+        with pytest.raises(RuntimeError, match="this trainer has left the server"):
+            steps.finish()
+        again = reduction.serve("worker0", trainers=1)
+        server.leave()
+        assert reduction.push_pull(again, torch.ones(1)).item() == 1
+
+
 def test_different_quorums_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, push_with_other_quorums, Steps(tmp_path))
 

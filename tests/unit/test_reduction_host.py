@@ -28,7 +28,7 @@ def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
         other.apply()
 
     update()
-    host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None}))
+    host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None, "is_over.return_value": False}))
     # While host1 is away, a trainer asks this host, which reads the checkpoint. Then host1 returns and continues.
     assert host.fill(KEY, 1, spec, [torch.zeros(2)]).restored_from
     update()
@@ -41,7 +41,7 @@ def test_a_host_takes_over_the_latest_checkpoint(tmp_path: Path) -> None:
 def test_requests_for_parameters_that_are_lost_fail() -> None:
     optimizer = pickle.dumps(functools.partial(torch.optim.SGD, lr=1.0))
     spec = Spec("server", ("host0", "host1"), 1, optimizer, None, 1)
-    host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None}))
+    host = Host(mock.Mock(changed=threading.RLock(), **{"opening.return_value": None, "is_over.return_value": False}))
     host.fill(KEY, 1, spec, [torch.zeros(2)])
     opening = Opening(KEY, 77, 2, 66, ("t0",), ("t0",), ("t0",), ("host0", "host0"), spec)
     host._prepare(opening, 1)

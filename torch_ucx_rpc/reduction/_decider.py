@@ -169,7 +169,7 @@ class Decider:
         self._answers.append((future, self._ledgers[key].missing() if key in self._ledgers else ()))
 
     def look_again(self) -> bool:
-        """Take note of workers that have ended outside the epoch. Returns False if no step waits for any."""
+        """Take note of changes outside the epoch. Returns False if no step waits for any."""
         waiting = [ledger for ledger in self._ledgers.values() if ledger.look_again()]
         return bool(waiting)
 
@@ -203,8 +203,8 @@ class Decider:
         ledger.openings = []
 
     def end(self) -> None:
-        """Answer all waiting trainers: another epoch has begun."""
-        for future in self._waiting.values():
+        """Answer all requests: another epoch has begun."""
+        for future in (*self._waiting.values(), *(future for future, _ in self._answers)):
             future.set_result(None)
 
 

@@ -33,7 +33,7 @@ _STEP = 32_768
 
 
 class Fill(NamedTuple):
-    """State of a host after a trainer has given it parameters."""
+    """The shapes of a shard's parameters, and the checkpoint that the parameters come from, if any."""
 
     shapes: list[tuple[int, ...]]
     restored_from: str | None
@@ -58,12 +58,14 @@ class Shard:
         self.mean: list[Tensor] = []
         self.contributors: tuple[str, ...] = ()
         self.counted: dict[str, int] = {}
+        # The reason why an update has failed. The parameters may be half updated, so the shard is of no use any more.
+        self.failure: str | None = None
         self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
         self.optimizer: torch.optim.Optimizer = pickle.loads(spec.optimizer)(self.parameters)
         self._path = path
         self._every = spec.checkpoint_every
-        # Guards the requests for the parameters, each with the step that it waits for. Threads hold it only for
-        # moments.
+        # Guards the requests for the parameters, each with the step that it waits for. Threads hold it briefly, at most
+        # while `tell` copies the parameters.
         self.asking = threading.Lock()
         self.requests: list[tuple[int, Future[Values]]] = []
 
@@ -80,8 +82,10 @@ class Shard:
         return [tuple(parameter.shape) for parameter in self.parameters]
 
     def prepare(self, mean: list[Tensor], opening: Opening) -> None:
-        """Keep the mean of the step, which is not closed yet."""
+        """Keep the mean of the step, which is not closed yet, unless there is one of a later generation."""
         with self.lock:
+            if self.prepared > opening.generation:
+                return
             self.mean, self.contributors, self.prepared = mean, opening.contributors, opening.generation
 
     def apply(self) -> None:
@@ -108,14 +112,20 @@ class Shard:
         return future
 
     def tell(self) -> None:
-        """Answer requests that wait for the present step."""
+        """Answer requests that wait for the present step, or for an earlier one."""
         with self.lock, self.asking:
-            due = [future for step, future in self.requests if step <= self.step]
-            self.requests = [one for one in self.requests if one[0] > self.step]
+            due = [future for step, future in self.requests if step <= self.step or self.failure]
+            self.requests = [] if self.failure else [one for one in self.requests if one[0] > self.step]
             parameters = [parameter.detach().clone() for parameter in self.parameters] if due else []
             values = Values(parameters, {**self.counted})
         for future in due:
-            future.set_result(values)
+            if self.failure is None:
+                future.set_result(values)
+            else:
+                fail(future, self.failed())
+
+    def failed(self) -> RuntimeError:
+        return RuntimeError(f"the optimizer on a host cannot update the parameters: {self.failure}")
 
     def _save(self) -> None:
         if self._path is None:
@@ -145,6 +155,8 @@ class _Office(Protocol):
     group: Group
 
     def opening(self, key: str) -> Opening | None: ...
+
+    def is_over(self, opening: Opening) -> bool: ...
 
     def refuse(self, opening: Opening, name: str, reason: str) -> None: ...
 
@@ -176,7 +188,10 @@ class Host:
                 if epoch is None or epoch.number != opening.epoch:
                     return
                 if shard.step + 1 == opening.step and NEVER != shard.prepared == opening.committed:
-                    shard.apply()
+                    try:
+                        shard.apply()
+                    except Exception as error:  # the user's optimizer
+                        shard.failure = f"{type(error).__name__}: {error}"
             shard.tell()
         if channel is not None and opening.contributors:
             for number in [number for number, name in enumerate(opening.hosts) if name == self._office.name]:
@@ -194,7 +209,8 @@ class Host:
             return Fill(shard.shapes, shard.restored_from)
 
     def values(self, key: str, number: int, spec: Spec, step: int) -> Future[Values]:
-        """Return the parameters after a step. Raises RuntimeError if they are lost."""
+        """Return a future of the parameters at the beginning of a step, or later. Raises RuntimeError if they are
+        lost."""
         with self._office.changed:
             shard = self._find(key, number, spec)
             if shard is None:
@@ -248,6 +264,8 @@ class Host:
     def _prepare(self, opening: Opening, number: int) -> Shard:
         key = opening.key
         with self._office.changed:
+            if self._office.is_over(opening):
+                raise EpochEnded(f"generation {opening.generation} of {key!r} is over")
             shard = self._shards.get((key, number))
             is_same = shard is not None and (shard.step, shard.committed) == (opening.step, opening.committed)
             requests = []
@@ -257,6 +275,8 @@ class Host:
                 with shard.asking:
                     requests, shard.requests = shard.requests, []
             shard = self._find(key, number, opening.spec)
+        if shard is not None and shard.failure is not None:
+            raise shard.failed()
         if shard is None:
             error = RuntimeError(self._lost(key))
             for _, future in requests:

@@ -58,7 +58,7 @@ class Report(NamedTuple):
     committed: int = NEVER
     # The generation in which the trainer has all means of its step.
     prepared: int = NEVER
-    # The trainer's gradients up to this generation do not count: its backward failed, or its time was over.
+    # The trainer's gradients in this generation do not count: its backward failed, or its time was over.
     void: int = NEVER
     # The trainer has all gradients of its step.
     is_ready: bool = False

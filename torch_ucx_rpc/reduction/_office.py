@@ -22,6 +22,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
+from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.channel import Channel
@@ -152,7 +153,7 @@ class Office:
         return self.epoch is not None and any(one.name == self.name for one in self.epoch.members)
 
     def keep_in(self) -> None:
-        """Rejoin if this worker was left out."""
+        """Rejoin if the latest epoch does not have this worker."""
         with self.changed:
             epoch = self.group.epoch
             if epoch is not None and self.group.me not in epoch.members and self.life.lasts():
@@ -160,9 +161,11 @@ class Office:
 
     @staticmethod
     def _later(delay: float, act: Callable[[], None]) -> None:
-        timer = threading.Timer(delay, act)
-        timer.daemon = True
-        timer.start()
+        def run() -> None:
+            threading.Event().wait(delay)
+            act()
+
+        Thread(run, name="torch_ucx_rpc-later").start()
 
     def sleep(self, deadline: float | None) -> None:
         """Wait for a change, with the lock held. Raises TimedOut after the deadline."""
@@ -185,7 +188,9 @@ class Office:
         act()
 
     def _take_early(self, decides: bool) -> list[Callable[[], None]]:
-        due = [one for one in self._early if one[0] <= self._number() and (decides or not one[1])]
+        now = self._number()
+        # A request to the decider of an epoch that is over gets the answer None.
+        due = [one for one in self._early if one[0] < now or (one[0] == now and (decides or not one[1]))]
         self._early = [one for one in self._early if one not in due]
         return [act for _, _, act in due]
 
@@ -382,6 +387,11 @@ class Office:
         """Return the last opening of a model, if its epoch is in force. The caller holds the lock."""
         known = self._openings.get(key)
         return known if known is not None and known.epoch == self._number() and self.group.is_current() else None
+
+    def is_over(self, opening: Opening) -> bool:
+        """Tell whether the generation of an opening is over, as far as this worker knows. The caller holds the lock."""
+        known = self._openings.get(opening.key)
+        return known is None or known.generation != opening.generation
 
     def is_last(self, opening: Opening) -> bool:
         """Tell whether an opening is the latest known, in force or not. The caller holds the lock."""

@@ -1,8 +1,8 @@
 """The spread of work over the shards of a server: whole tensors (`spread`), and buckets of gradients (`plan`, `cut`).
 
-Each bucket goes whole to one host, if that gives the hosts about equal shares. The answer is then the bucket's result,
-without a copy. Otherwise `cut` divides each bucket: at most one part for each host, and at most one for each MiB. All
-trainers plan alike, since all have the same tensors and buckets.
+If the sizes of all buckets are known, each bucket goes whole to one host, as long as that gives the hosts about equal
+shares. The answer is then the bucket's result, without a copy. Otherwise `cut` divides each bucket: at most one part
+for each host, and at most one for each MiB. All trainers plan alike, since all have the same tensors and buckets.
 """
 
 from __future__ import annotations

@@ -111,9 +111,11 @@ class Server:
 
     def leave(self) -> None:
         """Leave: the other trainers go on without this one. To take part again, call `serve`."""
+        if self.has_left:
+            return
         self.has_left = True
         for steps in self._living():
-            steps.leave(is_told=False)
+            steps.end()
         with self.office.changed:
             self.office.servers.pop(self.name, None)
             self.office.left.add(self.name)
@@ -389,6 +391,11 @@ def _check_state(optimizer: Any, parameters: list[Any] | None, checkpoint: Any, 
             f"of a module, or functools.partial(torch.optim.SGD, lr=0.1)"
         ) from error
     _check_parameters(parameters, optimizer)
+    if len({*spread([parameter.numel() for parameter in parameters], len(names))}) < len(names):
+        raise ValueError(
+            f"each host keeps at least one of the parameters, and there are {len(parameters)} for {len(names)} hosts: "
+            f"give fewer hosts"
+        )
 
 
 def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) -> None:

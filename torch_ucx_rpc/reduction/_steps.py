@@ -68,7 +68,7 @@ class _Part(NamedTuple):
 class Steps:
     """One model of this trainer: its gradients go to the hosts, and their means come back when a step is closed.
 
-    One thread at a time uses it, except for `give` and `report`.
+    One thread at a time uses it, except for `give`, `report` and `leave`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Steps:
         self._office: Office = office()
         self._expected, self.quorum = expected, quorum
         self._copy, self._keeps, self._is_cut, self._sizes = copy, keeps, is_cut, list(sizes)
-        self._is_finishing = self._are_equal = False
+        self._is_finishing = self._are_equal = self._has_ended = False
         self._buckets: list[list[Tensor]] = []
         # Memory for the means of each bucket, which the next step uses again.
         self._results: list[list[Tensor]] = []
@@ -184,6 +184,12 @@ class Steps:
             if is_told:
                 self._office.update(self.key, report)
 
+    def end(self) -> None:
+        """Leave for good: the trainer leaves the server."""
+        with self._office.changed:
+            self._has_ended = True
+        self.leave(is_told=False)
+
     # -- a step
 
     def begin_step(self) -> None:
@@ -223,7 +229,7 @@ class Steps:
                 # The caller owns these results now.
                 self._results = []
             return results
-        except Exception as error:
+        except BaseException as error:
             is_late = isinstance(error, (TimedOut, CallTimedOut))
             why = f"step {max(0, self.standing.step)} of {self.key!r} was not completed within rpc_timeout: " + (
                 self._missing() if is_late else ""
@@ -259,6 +265,8 @@ class Steps:
     def _go_on(self, deadline: float | None, *, until_closed: bool) -> None:
         """Follow openings until this trainer has the state of the model, or its step is closed."""
         with self._office.changed:
+            if self._has_ended:
+                raise RuntimeError(f"this trainer has left the server of {self.key!r}")
             is_new = self._office.steps.get(self.key) is not self
             if is_new:
                 self._office.steps[self.key] = self
@@ -282,7 +290,7 @@ class Steps:
                 self._put_all(opening, deadline)
 
     def _next(self, deadline: float | None) -> tuple[Opening, Next]:
-        """Return the next action."""
+        """Wait for an opening that asks this trainer to act. Return it with the action."""
         with self._office.changed:
             while True:
                 self._office.keep_in()
@@ -393,7 +401,7 @@ class Steps:
                 if (found := self._ask_for_state(donor, opening, deadline)) is not None:
                     break
             if found is None:
-                # These donors have left, or died.
+                # These donors have left or died, or have no copy to give.
                 self._tried = opening
                 return
             state, step, committed = found
@@ -430,8 +438,11 @@ class Steps:
         """Return the state of the model at the beginning of a step, with its step and commit."""
         future: Future[Any] = Future()
         with self._office.changed:
-            self._requests.append(future)
-            self._give_to_all()
+            if self._office.steps.get(self.key) is not self:
+                future.set_result(None)
+            else:
+                self._requests.append(future)
+                self._give_to_all()
         return future
 
     def _give_to_all(self) -> None:
