@@ -23,6 +23,7 @@ from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc import _native
 from torch_ucx_rpc._bootstrap.site_settings import Problem
 from torch_ucx_rpc._cli import _machine_facts, _ucx_facts, info
+from torch_ucx_rpc._cli._report import Report
 
 PACKAGE = Path(torch_ucx_rpc.__file__).parent
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -80,6 +81,18 @@ runpy.run_path(sys.argv[1], run_name="__main__")
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["version"]
     assert "of C" in done.stderr
+
+
+def test_a_ucx_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(_ucx_facts, "_PROBE", probe)
+    monkeypatch.setattr(_ucx_facts, "_PROBE_S", 0.5)
+    report = Report()
+    _ucx_facts.add_ucx(report)
+    [problem] = report.problems
+    assert problem.is_fatal
+    assert "for 0.5 s without an end" in problem.problem
 
 
 def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:

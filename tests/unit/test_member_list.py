@@ -25,6 +25,11 @@ def secret(request: pytest.FixtureRequest) -> Secret | None:
     return chosen
 
 
+def test_any_text_may_stand_where_a_tag_belongs() -> None:
+    assert SECRET.has_made(SECRET.tag("text"), "text")
+    assert not SECRET.has_made("\ud800", "text")
+
+
 @pytest.fixture
 def store() -> Store:
     return HashStore()

@@ -46,6 +46,15 @@ def test_written_output_is_known_after_catching_up(monkeypatch: pytest.MonkeyPat
     output.close()
 
 
+def test_a_line_without_an_end_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_output, "_LONGEST_LINE", 4)
+    target = io.BytesIO()
+    stream = _output.Stream(target, b"[worker0] ")  # type: ignore[arg-type]
+    for part in (b"abc", b"def", b"gh\n"):
+        stream.take(part)
+    assert target.getvalue() == b"[worker0] abcdef\n[worker0] gh\n"
+
+
 def test_silent_workers_do_not_delay_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "_CATCHING_UP_S", 3600)
     output = WorkerOutput(None)

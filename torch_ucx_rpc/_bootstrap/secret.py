@@ -62,7 +62,8 @@ class Secret:
         """Tell whether this is the secret's tag of the text."""
         from hmac import compare_digest
 
-        return compare_digest(self.tag(text).encode(), tag.encode())
+        # JSON may have brought anything into the tag.
+        return compare_digest(self.tag(text).encode(), tag.encode(errors="surrogatepass"))
 
 
 class Entry(NamedTuple):

@@ -23,6 +23,9 @@ _LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 _KEPT_LINES = 200
 _SHOWN_LINES = 20
 
+# A longer line is divided, in bytes.
+_LONGEST_LINE = 1 << 20
+
 # The capacity of a pipe.
 _READ_BYTES = 65_536
 # The longest wait in `catch_up`: a slow reader of the launcher's output delays the thread.
@@ -45,6 +48,9 @@ class Stream:
         # Progress bars end their lines with a carriage return.
         lines = (self._unfinished + data).splitlines(keepends=True)
         self._unfinished = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        if len(self._unfinished) > _LONGEST_LINE:
+            lines.append(self._unfinished + b"\n")
+            self._unfinished = b""
         self._pass_on(lines)
 
     def forget(self) -> None:

@@ -23,9 +23,18 @@ _PROBE_S = 60.0
 def add_ucx(report: Report) -> None:
     """Ask UCX, in a process of its own."""
     choice = os.environ.get("TORCH_UCX_RPC_UCX", "")
-    done = subprocess.run(
-        [sys.executable, str(_PROBE), choice], capture_output=True, text=True, timeout=_PROBE_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, str(_PROBE), choice], capture_output=True, text=True, timeout=_PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        report.add("UCX", version=None)
+        report.complain(
+            f"UCX has looked at this machine's devices for {_PROBE_S:g} s without an end",
+            "a driver may hang: try ibv_devinfo and nvidia-smi, and leave devices out with UCX_TLS=tcp,sm,self",
+            is_fatal=True,
+        )
+        return
     # Leave out lines in parentheses: they only say how to silence the warning.
     complaints = re.findall(r"UCX +(WARN|ERROR) +([^( ].*)", done.stderr)
     found: dict[str, Any] | None = None

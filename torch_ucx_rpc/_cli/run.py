@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     gc.disable()
     # The starter imports torch at the same time as this process.
     with contextlib.closing(Starter(program, arguments.start, arguments.preload)) as starter:
-        code = _run(arguments, roles, program, signals, starter)
+        code = _run(arguments, roles, signals, starter)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -136,9 +136,7 @@ def _check_names(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
                 )
 
 
-def _run(
-    arguments: argparse.Namespace, roles: dict[str, int], program: list[str], signals: Signals, starter: Starter
-) -> int:
+def _run(arguments: argparse.Namespace, roles: dict[str, int], signals: Signals, starter: Starter) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -166,8 +164,6 @@ def _run(
                 role="worker",
                 local_world_size=arguments.nproc,
                 entrypoint=sys.executable,
-                # elastic substitutes ${local_rank}.
-                args=tuple(word.replace("$", "$$") for word in program),
                 rdzv_handler=_rendezvous(arguments),
                 max_restarts=arguments.max_restarts,
                 monitor_interval=MONITOR_INTERVAL_S,
