@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from tests.support import workers
 from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
 
 BACKENDS = ("UCX", "TENSORPIPE")
-
-_CONFORMANCE = Path(__file__).resolve().parent / "conformance"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,14 +23,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the end-to-end tests and the conformance suites on this backend; TENSORPIPE shows what a test "
         "demands of PyTorch's own",
     )
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """PyTorch's suites take minutes: they run only if the command line names their folder or a file in it."""
-    if collection_path != _CONFORMANCE:
-        return None
-    asked_for = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
-    return None if any(path.is_relative_to(_CONFORMANCE) for path in asked_for) else True
 
 
 def pytest_configure(config: pytest.Config) -> None:

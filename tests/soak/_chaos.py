@@ -131,10 +131,12 @@ class Chaos(Misfortunes):
         self._meet()
         rank = self._choice.choice([rank for rank in sorted(self._crew.current) if rank != stranger])
         event = self._log("no files", name=self._crew.current[rank].name)
-        self._crew.limit_files(rank, self._crew.first_free_file(rank))
-        self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_WITHOUT_FILES_S))
-        self._crew.limit_files(rank, None)
-        event["until"] = time.monotonic()
+        try:
+            self._crew.limit_files(rank, self._crew.first_free_file(rank))
+            self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_WITHOUT_FILES_S))
+            self._crew.limit_files(rank, None)
+        finally:
+            event["until"] = time.monotonic()
 
     def _reset(self) -> None:
         """Reset a host's connections to the others, like a firewall that has forgotten them."""

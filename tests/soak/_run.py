@@ -67,6 +67,7 @@ def run(kind: Kind, minutes: float, seed: int, directory: Path) -> Report:
             Crew(hosts, _WORKERS, seed, directory, kind.options, kind.is_fixed, kind.body) as crew,
             contextlib.closing(kind.misfortunes(crew, seed)) as chaos,
         ):
+            begin = time.monotonic()
             try:
                 if absent := crew.all_say("joined", _STARTING_S):
                     raise RuntimeError(f"not joined in {_STARTING_S:.0f} s: {', '.join(m.name for m in absent)}")

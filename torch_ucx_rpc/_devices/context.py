@@ -36,7 +36,8 @@ def own_devices(options: DeviceOptions) -> list[torch.device]:
 
 
 def make_contexts(options: DeviceOptions) -> None:
-    """Make a context on each of these devices; the context of the first device becomes current.
+    """Make a context on each of these devices. The context of the first device becomes current, unless this thread's
+    device has a context already.
 
     `maps.check` reports missing devices, with the worker and the cure.
     """

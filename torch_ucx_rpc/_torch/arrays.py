@@ -2,8 +2,9 @@
 
 torch's RPC pickler collects tensors, whose memory the agent sends unchanged, and pickles everything else. The reducers
 of this module replace an array by a tensor on the same memory, and a function that makes the array again. The pickler
-still pickles some arrays: objects of subclasses, arrays with Python objects in them, small arrays, and arrays in device
-memory without device maps. If the running agent is not UCX's, the pickler pickles all arrays.
+still pickles some arrays: objects of subclasses, arrays with Python objects in them, small arrays, arrays with more
+dimensions than a tensor may have, and arrays in device memory without device maps or of a kind that torch does not
+take. If the running agent is not UCX's, the pickler pickles all arrays.
 """
 
 # mypy: allow-untyped-calls

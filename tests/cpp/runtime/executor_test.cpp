@@ -349,8 +349,7 @@ TEST_F(ExecutorTest, ThreadsOfABurstEndWhenTheyAreSpare) {
     blockRequests(kMaxRequests);
     EXPECT_GT(threads_->counts().threads, kMaxRequests);
     gate_.open();
-    EXPECT_TRUE(eventually([&] { return threads_->counts().threads <= kept; }));
-    EXPECT_EQ(gate_.waiting(), 0u);
+    EXPECT_TRUE(eventually([&] { return gate_.waiting() == 0 && threads_->counts().threads <= kept; }));
     gate_.close();
   }
 }

@@ -33,8 +33,7 @@ class Fate:
         self._address = address
 
     def of(self, host: str, what: str, *args: float) -> None:
-        """For workers: call the method ``what`` of a `VirtualHost`, such as "cut" or "cut_for". Return when it is done.
-        """
+        """For workers: call the method ``what`` of a `VirtualHost`, such as "cut_for". Return when it is done."""
         # A Unix socket with a path can be reached from every network namespace.
         with Client(self._address) as desk:
             desk.send((host, what, args))
