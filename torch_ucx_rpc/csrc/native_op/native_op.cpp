@@ -165,8 +165,8 @@ class NativeOp final : public c10::OperatorKernel {
     return slots;
   }
 
-  // The stripe depends on all bits of the address (Fibonacci hashing): large storages have pages of their own, and begin
-  // at the same offset in a page.
+  // The stripe depends on all bits of the address (Fibonacci hashing): large storages have pages of their own, and
+  // begin at the same offset in a page.
   static size_t stripeOf(const at::Tensor& tensor) {
     const uint64_t address = std::hash<const void*>()(tensor.storage().data());
     return (address * 0x9E3779B97F4A7C15) >> (64 - std::countr_zero(kStripes));

@@ -119,8 +119,7 @@ std::shared_ptr<Channel::Sent> Channel::put(
     const auto deadline = deadlineOf(timeout);
     while (!hasRoom() && to.state() == Peer::State::kPresent) { // again, if another thread has taken the room
       lock.unlock();
-      const bool isInTime =
-          waitUntil([&] { return hasRoom() || to.state() != Peer::State::kPresent; }, deadline);
+      const bool isInTime = waitUntil([&] { return hasRoom() || to.state() != Peer::State::kPresent; }, deadline);
       if (!isInTime) {
         throw timedOut(
             to,
