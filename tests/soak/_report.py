@@ -156,10 +156,7 @@ def _kind_of(kind: str, calls: np.ndarray) -> KindOfCall:
 
 def gibibytes_of(calls: np.ndarray) -> float:
     """Return the GiB of tensors, in both directions."""
-    answered = calls[calls["step"] == Step.ANSWERED]
-    # Each execution counts the bytes of the whole call.
-    _, firsts = np.unique(np.stack([answered["time"], answered["bytes"]]), axis=1, return_index=True)
-    return float(answered["bytes"][firsts].sum(dtype=np.int64)) / 2**30
+    return float(calls["bytes"][calls["step"] == Step.ANSWERED].sum(dtype=np.int64)) / 2**30
 
 
 def memory_of(name: str, samples: Sequence[Sample]) -> Memory:

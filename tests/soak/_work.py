@@ -222,7 +222,7 @@ class Call:
         if not self.is_over:
             self.is_over = True
             for number in self.numbers:
-                self._journal.enter(number, step, self._kind, self._size)
+                self._journal.enter(number, step, self._kind, self._size if number == self.number else 0)
 
 
 class Caller:

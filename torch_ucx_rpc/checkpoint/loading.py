@@ -23,6 +23,7 @@ from torch_ucx_rpc.checkpoint.parts import (
     CheckpointError,
     Part,
     Path,
+    Planned,
     by_worker,
     check_wishes,
     drop_everywhere,
@@ -37,8 +38,7 @@ __all__ = ["load"]
 # `load` reads tensors with at least this many elements one at a time.
 _LARGE = 1 << 18
 
-# Loads between their two rounds.
-_planned: dict[str, tuple[StorageReader, LoadPlanner, dict[str, Any], Sequence[tuple[Path, Part]]]] = {}
+_planned = Planned[tuple[StorageReader, LoadPlanner, dict[str, Any], Sequence[tuple[Path, Part]]]]()
 
 
 def load(
@@ -142,12 +142,12 @@ def _plan(
         plan = reader.prepare_local_plan(planner.create_local_plan())
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{where} is of another model: {error}") from error
-    _planned[session] = reader, planner, state, parts
+    _planned.add(session, (reader, planner, state, parts))
     return plan
 
 
 def _read(session: str, plan: LoadPlan) -> None:
-    reader, planner, state, parts = _planned.pop(session)
+    reader, planner, state, parts = _planned.take(session)
     plan = planner.finish_plan(plan)
     with torch.no_grad():
         for bite in _bites(plan) if isinstance(reader, FileSystemReader) else (plan,):
@@ -173,4 +173,4 @@ def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
 
 
 def _forget(session: str) -> None:
-    _planned.pop(session, None)
+    _planned.drop(session)

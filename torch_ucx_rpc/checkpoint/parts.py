@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.rpc as rpc
@@ -19,13 +20,25 @@ from torch.distributed.nn.api.remote_module import _RemoteModule
 from torch_ucx_rpc._arguments import check_number, check_path, check_type, wrong_type, wrong_value
 from torch_ucx_rpc.checkpoint import optimizers
 
-__all__ = ["CheckpointError", "Part", "Path", "check_wishes", "drop_everywhere", "parts_of", "run_everywhere", "under"]
+__all__ = [
+    "CheckpointError",
+    "Part",
+    "Path",
+    "Planned",
+    "check_wishes",
+    "drop_everywhere",
+    "parts_of",
+    "run_everywhere",
+    "under",
+]
 
 # Seconds between two questions to a worker that has not answered.
 _ASKING_S = 1.0
 
 # The keys from the top of a state down to a value.
 Path = tuple[Any, ...]
+
+_Plan = TypeVar("_Plan")
 
 
 class CheckpointError(RuntimeError):
@@ -259,3 +272,31 @@ def drop_everywhere(drop: Callable[..., None], args: tuple[Any, ...], workers: I
         if worker is not None:
             with contextlib.suppress(RuntimeError):
                 rpc.rpc_async(worker, drop, args)
+
+
+class Planned(Generic[_Plan]):
+    """The plans of a worker between the two rounds of a save or a load, by session. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, _Plan] = {}
+        # Sessions that were given up, perhaps before this worker had a plan.
+        self._dropped: collections.deque[str] = collections.deque(maxlen=1000)
+        self._lock = threading.Lock()
+
+    def add(self, session: str, plan: _Plan) -> bool:
+        """Keep a plan. Returns False if the caller has given up the session."""
+        with self._lock:
+            if session in self._dropped:
+                return False
+            self._plans[session] = plan
+            return True
+
+    def take(self, session: str) -> _Plan:
+        with self._lock:
+            return self._plans.pop(session)
+
+    def drop(self, session: str) -> _Plan | None:
+        """Give up a session. Returns its plan if there is one."""
+        with self._lock:
+            self._dropped.append(session)
+            return self._plans.pop(session, None)

@@ -29,6 +29,7 @@ from torch_ucx_rpc.checkpoint.parts import (
     CheckpointError,
     Part,
     Path,
+    Planned,
     by_worker,
     check_wishes,
     drop_everywhere,
@@ -52,8 +53,8 @@ class SaveFuture(concurrent.futures.Future[None]):
         self.result(timeout)
 
 
-# Saves between their two rounds: planner, writer, and the copies of an asynchronous one.
-_planned: dict[str, tuple[SavePlanner, StorageWriter, list[torch.Tensor]]] = {}
+# Planner, writer, and the copies of an asynchronous save.
+_planned = Planned[tuple[SavePlanner, StorageWriter, list[torch.Tensor]]]()
 # Copies of the last asynchronous save, for the next one: fresh memory costs more than the copying.
 _spare_memory: list[torch.Tensor] = []
 _staging = threading.Lock()
@@ -211,12 +212,13 @@ def _plan(
     planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_caller)
     writer.set_up_storage_writer(is_caller)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    _planned[session] = planner, writer, copies
+    if not _planned.add(session, (planner, writer, copies)):
+        _give_back(copies)
     return plan
 
 
 def _write(session: str, plan: SavePlan) -> list[Any]:
-    planner, writer, copies = _planned.pop(session)
+    planner, writer, copies = _planned.take(session)
     try:
         results: list[Any] = writer.write_data(planner.finish_plan(plan), planner).wait()
     finally:
@@ -225,8 +227,7 @@ def _write(session: str, plan: SavePlan) -> list[Any]:
 
 
 def _drop(session: str, folder: str | None) -> None:
-    planned = _planned.pop(session, None)
-    if planned is not None:
+    if (planned := _planned.drop(session)) is not None:
         _give_back(planned[2])
     if folder is not None:
         storage.remove_files_of(folder, session)

@@ -28,7 +28,6 @@ class State:
     def push(self, bucket: GradBucket) -> Future[Tensor]:
         """Put a bucket of DDP's gradients. Returns the future of its mean, which completes when the step is closed."""
         if not self._open:
-            self.steps.drop()
             self.steps.begin_step()
         self.steps.put([bucket.buffer().detach()])
         future: Future[Tensor] = Future(devices=self.server.office.life.devices)
