@@ -81,7 +81,8 @@ def found_without_an_office(rank: int, steps: Steps, url: str) -> None:
     enter(url, rank)
     if rank == 0:
         # Another worker's message would also make the group. Here this worker founds it.
-        members.group("reduction").wait(timeout=20)
+        group = members.group("reduction")
+        eventually(group.is_current, "it is a member")
         steps.done("founded")
     else:
         steps.wait_for("founded")

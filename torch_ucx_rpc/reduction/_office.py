@@ -496,4 +496,6 @@ def fill(key: str, number: int, spec: Spec, tensors: list[Tensor]) -> Fill:
 @rpc.functions.async_execution
 def values(key: str, number: int, spec: Spec, step: int) -> Future[Values]:
     """Call `Host.values` of this worker."""
-    return office().host.values(key, number, spec, step)
+    found = office().host.values(key, number, spec, step)
+    # torch would send the exception of a failed future as its value.
+    return found.then(lambda done: done.value())
