@@ -139,8 +139,8 @@ class Connection {
   // for.
   //
   // The first path is in use. The others are old paths over shared memory, to a peer that has moved to the network.
-  // Outbox does not close them: UCX would free memory that the peer may still read. Messages under way over them may
-  // never end, and take no room of the first path.
+  // Outbox closes them only when the peer is gone: UCX would free memory that the peer may still read. Messages under
+  // way over them may never end, and take no room of the first path.
   std::list<Path> paths = std::list<Path>(1);
   struct Outgoing {
     using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
@@ -172,7 +172,7 @@ class Connection {
     size_t inFlightPieces = 0;
     bool isOldestsTurn = true;
     std::vector<Receiving::Entry> starting; // messages that wait for memory
-    std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, the oldest first
+    std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, in the order of waiting
 
     // The number of the first missing frame, if later frames have come and it is not announced. Otherwise 0.
     uint64_t lacking() const {

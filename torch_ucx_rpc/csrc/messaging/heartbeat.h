@@ -48,11 +48,11 @@ class Heartbeat {
     std::vector<std::pair<Peer*, Milliseconds>> back; // no longer suspect, after this silence
     std::vector<Peer*> met; // heard for the first time; their processes cannot be watched
   };
-  // Checks the peers that this worker has, or has had, an endpoint to.
+  // Checks the peers that this worker has an endpoint to or has heard, and those whose connections Retries works on.
   Findings check(Clock::time_point now);
 
-  // Call it when the process of a peer has probably ended, after asking the peer for a sign of life. Unless one comes,
-  // the peer is lost within kDoubt and a period, whatever the limit.
+  // Call it when the process of a peer has probably ended, and ask the peer for a sign of life. Unless one comes, the
+  // peer is lost within kDoubt and a period, whatever the limit.
   void doubt(Peer& peer, Clock::time_point now) const;
 
   // Sentences for the log.

@@ -77,8 +77,8 @@ bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t by
   wire::ReplayWindow& received = from.incoming.received;
   // A rendezvous takes its number when it has been received.
   if (isRendezvous ? received.hasCome(header.sequence) : !received.accept(header.sequence)) {
-    // Each frame that was under way when an endpoint failed may come twice. If no endpoint has failed, such a frame is
-    // a replay.
+    // Each frame that was under way when an endpoint failed may come twice. While timesResumed is
+    // 0, this worker takes such a frame for a replay.
     if (from.opener.has_value() && from.peer().timesResumed.load(std::memory_order_relaxed) == 0) {
       rejectFrame(FrameFault::kReplayed, "a frame of " + from.peer().describe() + " that has come before");
     }
@@ -169,7 +169,8 @@ void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record
     rejectFrame(FrameFault::kForged, "a process that wants to join the group and does not have the job's secret");
     return;
   }
-  // A worker repeats its join until this worker acknowledges it. It sends frames with numbers only afterwards.
+  // A worker repeats its join until this worker acknowledges it. It sends frames with numbers only afterwards, or when
+  // it gives up (a goodbye).
   const Peer* known = directory_.findSession(header.sourceSession);
   if (known != nullptr && known->connection != nullptr && known->connection->incoming.received.firstMissing() > 1) {
     rejectFrame(FrameFault::kReplayed, "a join of a process that has joined before");

@@ -74,7 +74,7 @@ class Outbox {
 
   // The number of messages that were given to send() and have neither been sent nor failed. Messages to peers that are
   // gone, or that have not admitted this worker, do not count. Without an endpoint, only held messages count. While the
-  // connection resumes, kept messages count too.
+  // connection resumes, kept messages and those that wait for their turn count too.
   size_t underWay() const;
 
  private:
@@ -94,7 +94,7 @@ class Outbox {
   void retryStranded(Connection& connection);
   // Fails the messages that wait. Call it when canLeave() is false.
   void failWaiting(Connection& connection);
-  // `room` counts the message. It is null for a message that is not queued, or that fails at once.
+  // `room` counts the message. It is null for a control frame, and for a message that enqueue() expects to fail.
   void start(Connection& connection, std::unique_ptr<OutgoingMessage> message, OutgoingLoad* room);
   // Makes the endpoint, unless there is one, or the message must not leave.
   Error connect(Connection& connection, const OutgoingMessage& message);

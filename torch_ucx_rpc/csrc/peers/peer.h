@@ -120,8 +120,8 @@ class Peer {
   std::atomic<bool> hasAdmitted{true}; // false from this worker's join until the peer has acknowledged it
   std::atomic<bool> hasNotedLeave{true}; // false from this worker's leave until the peer has acknowledged it
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
-  // True if ProcessWatch cannot watch it, or if it may take this worker for dead because this process has lost the
-  // connection. In the latter case the inbox sets it, under the worker lock.
+  // True if ProcessWatch cannot watch it, or if the peer may take this worker for dead because this process has lost
+  // the connection. In the latter case the inbox sets it, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
   // Set by the monitor. True if its death shows without a failed endpoint: it has a lifeline, and the heartbeat notices
@@ -131,7 +131,7 @@ class Peer {
   std::atomic<bool> mayResume{false};
 
   // Written under the worker lock; read by any thread. True if it has been silent for the limit, or the endpoint to it
-  // has failed, and it is not lost yet: see Heartbeat.
+  // has failed, and Heartbeat has not heard it since. The end of the peer does not change it.
   std::atomic<bool> isResuming{false};
   std::atomic<uint64_t> timesResumed{0}; // how often isResuming has become true
 

@@ -25,7 +25,7 @@ class ProcessWatch {
 
   // Runs `onEnd` when the process of `member` ends. kHasEnded: it has ended already, and `onEnd` never runs.
   // kNotPossible: it runs on another machine or in another pid namespace, or the system gives no pidfd (before Linux
-  // 5.3, or without free file descriptors).
+  // 5.3, or without free file descriptors) or no further watch.
   Outcome add(const Member& member, const Member& self, UniqueFunction<void()> onEnd);
 
   // Ends a watch. `onEnd` may be running already, or about to.
