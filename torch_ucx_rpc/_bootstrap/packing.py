@@ -20,7 +20,7 @@ from typing import Any
 
 from torch_ucx_rpc._bootstrap.record import Record
 
-# Limit of a column, so that bytes from a stranger do not fill the memory.
+# Limit of the unpacked bytes, and of the addresses, so that bytes from a stranger do not fill the memory.
 _MOST_BYTES = 1 << 28
 
 

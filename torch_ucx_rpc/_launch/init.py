@@ -42,7 +42,7 @@ def init_rpc(
     * MASTER_ADDR and MASTER_PORT
     * under Slurm, the first host of the step
     * under an mpirun that uses only this host, this host
-    * under another mpirun, with mpi4py, the host of rank 0, asked over MPI
+    * under another mpirun, the host of rank 0, asked over MPI; this needs mpi4py
     * the Store of the process group
 
     If only a host is known, the port is MASTER_PORT, or one of four that follow from the job's identity.

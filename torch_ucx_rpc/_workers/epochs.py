@@ -35,7 +35,8 @@ from torch_ucx_rpc._workers.messages import (
 BEAT = 0.125
 LEASE = 0.65
 VOTE = 0.3
-# Time after which a candidate's epoch leaves out members that have not promised their vote.
+# After this time a candidate leaves out members that have not promised their vote, and its proposal no longer waits for
+# votes. A founder begins again.
 PATIENCE = 0.5
 # In a longer gap between ticks this process did not run. It heard nothing in that gap, so it blames no other member.
 _GAP = 0.25
@@ -145,7 +146,7 @@ class Epochs:
         return bool(self.epoch.number) and not self.is_out
 
     def not_free(self) -> list[str]:
-        """Return the workers for whose answer this one waits outside the group."""
+        """Return the names of workers that have not said that they are outside the group, as this worker is."""
         return [one.name for one in self._others if one.name not in self._free]
 
     def rejoin(self, now: float) -> None:
@@ -329,7 +330,10 @@ class Epochs:
         return until
 
     def _is_quorum(self, votes: set[Member], now: float) -> bool:
-        """Tell whether ``votes`` are a quorum: more than half of the living members, or half with the decider."""
+        """Tell whether ``votes`` are a quorum: more than half of the members, or half with the decider.
+
+        A member does not count from one limit after its counted death.
+        """
         members = self.epoch.members
         # All members that could know of a later epoch are among ``votes``.
         if all(one in votes or one in self._counted for one in members):
@@ -450,7 +454,7 @@ class Epochs:
         votes = {one for one, at in attempt.votes.items() if now - at < VOTE * self.limit}
         votes.add(self.me)
         leads = self._leads
-        # Drop members that have not promised a candidate their vote in time.
+        # Wait for each vote until its time is over. A member that has not voted stays in the proposed epoch.
         for one in {*members, *attempt.value.members} if leads else attempt.value.members:
             if one in votes or one in self.dead:
                 continue
@@ -484,7 +488,7 @@ class Epochs:
             self._send(one, Found(self._founds) if self._founds else Join())
 
     def _hear_outside(self, sender: Member, message: Join | Found | Free | Over, now: float) -> None:
-        """Handle a message about joining or founding. Its sender is outside the group, or has just founded it."""
+        """Handle a message about joining or founding. Its sender is outside, or a member that answers `Free`."""
         for one in self.epoch.members if self._is_in else ():
             if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
                 # The worker has given up that membership.

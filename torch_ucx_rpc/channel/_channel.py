@@ -132,7 +132,7 @@ class Channel:
             EpochEnded: this process has advanced the group, or closed it.
             WorkerLost, WorkerLeft, UnknownWorker: the sender has gone before the value came, or there is no such
                 worker. Raised only with UCX.
-            ShutDown: RPC has been shut down on this worker.
+            ShutDown: RPC has been shut down on this worker. Raised only with UCX.
         """
         _check_timeout(timeout)
         value: Value = self._post(source, tag, None).wait(timeout)
@@ -206,7 +206,7 @@ slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else r
 def advance_all(prefix: str, epoch: int) -> None:
     """Drop the values of earlier epochs of all groups whose names begin with ``prefix``, and end waits for them.
 
-    This also holds for groups of which this process learns later.
+    The process also drops such values if they arrive later, even for a group that is not open here yet.
     """
     slots().advance_all(prefix, epoch)
 

@@ -311,7 +311,7 @@ def call_role(
         timeout (float): limit of each call in seconds, 0 for none (default: ``rpc_timeout``).
 
     Raises `UnknownName` if no worker has the role (listing the roles), or none with the role offers the service. Raises
-    TypeError if the name is that of a value. The futures raise the errors of ``rpc_async``.
+    TypeError for the name of a value. The futures raise the errors of ``rpc_async``.
 
     Example::
 

@@ -125,7 +125,7 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
     If the replica of an idempotent service is lost, this worker repeats the call with another replica, until none is
     left. A replica that no longer offers the name has executed nothing, so this worker calls another one.
 
-    Raises the service's exception. Raises `UnknownName` if no worker offers the name, TypeError if it is that of a
+    Raises the service's exception. Raises `UnknownName` if no worker offers the name, TypeError for the name of a
     value, and CallTimedOut after ``timeout``. Raises `ReplicasLost` if the replica was lost and the call cannot be
     repeated, or if no called replica offers the name any more.
 
