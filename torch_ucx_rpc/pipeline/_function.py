@@ -59,7 +59,8 @@ def _wants(leaf: Any) -> bool:
 
 
 def _used(specs: Sequence[StageSpec], one: tuple[Any, Any]) -> dict[int, list[int]]:
-    """Return, by stage, the tensors of a micro-batch that want a gradient and that the stage has used."""
+    """Return, by stage, which tensors the stage takes, as positions among a micro-batch's tensors that want a
+    gradient."""
     leaves, _ = flatten(one)
     wanting = [place for place, leaf in enumerate(leaves) if _wants(leaf)]
     used = {}

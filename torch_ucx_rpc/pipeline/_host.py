@@ -59,7 +59,7 @@ class Host:
         self.exchange = Exchange(self._box, config.device, config.routes, config.epoch, self._is_called_off)
         self.stages: Stages
         self._lock = threading.Lock()
-        # Guarded by the lock: the end of the epoch once it is known, and whether a message has failed in the epoch.
+        # The end of the epoch once it is known, and the message that has failed in the epoch. The lock guards changes.
         self._cut: Cut | None = None
         self._failure: Failure | None = None
         self._is_idle = True

@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 # A line of the journal: a method of the crew that gives an order, and arguments with copies of their tensors. None
-# stands for gradients of ``pipe(x).backward()``. None is the last line, since no recovery can go further.
+# stands for gradients of ``pipe(x).backward()``. No order follows a None, since no recovery can go further.
 _Entry = tuple[Callable[..., Any], tuple[Any, ...]] | None
 
 

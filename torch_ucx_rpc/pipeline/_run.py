@@ -143,7 +143,8 @@ class Run:
 
     def _forward(self, stage: Stage, action: Action, following: Action | None) -> None:
         request, number = self._request, action.micro_batch
-        # The last stage of 1F1B does this. Computing the activations again would cost a forward and save no memory.
+        # In 1F1B the last stage always goes back next. Computing its activations again would cost a forward, and save
+        # no memory.
         goes_back_next = following is not None and (following.stage, following.micro_batch) == (stage.index, number)
         packets: dict[int, Packet] = {slot[3]: self._exchange.take(slot) for slot in self._needs(action)}
         if stage.index in request.inputs:

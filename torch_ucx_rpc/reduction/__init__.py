@@ -4,7 +4,7 @@
 
     from torch_ucx_rpc import reduction
 
-    server = reduction.serve("ps0", "ps1")                   # every trainer; without names, the trainers serve
+    server = reduction.serve("ps0", "ps1")                   # in every trainer; without names, trainers are hosts
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(reduction.state(server), reduction.hook)
 

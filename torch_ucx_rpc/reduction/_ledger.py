@@ -196,7 +196,7 @@ class Ledger:
             self._reports[name] = self._reports[name]._replace(
                 step=self._step, committed=self._committed, prepared=NEVER, is_ready=False, is_late=False
             )
-        # The same workers go on in the same generation.
+        # The same workers go on in the same generation, unless a quorum has to choose them again.
         self._opening = opening._replace(step=self._step, committed=self._committed, donors=opening.recipients)
         if self.quorum is not None:
             self._opening = self._opening._replace(contributors=())

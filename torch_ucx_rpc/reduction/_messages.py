@@ -91,8 +91,8 @@ class Knowledge(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """The decider has opened a step of a model. While the workers stay the same, later steps go on in this
-    generation.
+    """The decider has opened a step of a model. While the contributors and recipients stay the same, later steps go on
+    in this generation. With a quorum, each step has a new generation.
 
     It also says that the previous step was closed, in the generation ``committed``.
     """
