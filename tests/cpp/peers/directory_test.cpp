@@ -33,7 +33,7 @@ class DirectoryTest : public testing::Test {
     ASSERT_TRUE(peer.moveTo(state, {ErrorCode::kPeerFailed, "gone"}));
   }
 
-  // Returns the error of add(), or an empty text.
+  // Returns the error of add(), or "none".
   std::string refusal(const Member& added) {
     try {
       directory_.add(added);

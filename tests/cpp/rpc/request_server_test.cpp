@@ -54,7 +54,7 @@ class RequestServerTest : public testing::Test {
     two_.messenger.post(callee, wire::Kind::kRequest, callId, std::move(message));
     one_.takeIn();
   }
-  // Waits for the answer to this call. Returns null if it does not come.
+  // Waits for the answer to this call. Throws if it does not come, or cannot be read.
   c10::intrusive_ptr<Message> answerOf(uint64_t callId) {
     if (!eventually([&] {
           two_.takeIn();
@@ -73,7 +73,7 @@ class RequestServerTest : public testing::Test {
     }
     return decoded.message;
   }
-  // Returns the next message to the caller.
+  // Waits for the next messages to the caller, and returns their notes.
   Notes nextNotes() {
     Notes notes;
     EXPECT_TRUE(eventually([&] {
@@ -86,7 +86,7 @@ class RequestServerTest : public testing::Test {
   int64_t open() {
     return one_.peer(1).requestsOpen.load();
   }
-  // Makes calls 1 to 4 wait at the gate, which takes all threads. Returns whether all have reached it.
+  // Makes calls 1 to 4 wait at the gate. No further request may run then. Returns whether all have reached it.
   bool occupyAllThreads() {
     handler_ = [this](Message& request) {
       gate_.pass();
@@ -95,7 +95,7 @@ class RequestServerTest : public testing::Test {
     for (uint64_t callId = 1; callId <= 4; ++callId) {
       call(callId);
     }
-    // The timer starts the last thread, since one thread must lead.
+    // One thread must lead. So on a machine with few cores only the timer starts the last thread.
     return eventually([&] {
       one_.advance(std::chrono::milliseconds(10));
       return gate_.waiting() == 4;

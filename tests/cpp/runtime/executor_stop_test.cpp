@@ -32,7 +32,7 @@ TEST_F(ExecutorStopTest, StopDropsRequestsThatWait) {
 TEST_F(ExecutorStopTest, StopRunsCompletionsThatWait) {
   start(1);
   std::atomic<int> done{0};
-  // Blocked completions take all threads up to the bound, so the last completion must wait.
+  // They block all threads that are made freely. Further threads are made only after a while, so some completions wait.
   for (int count = 0; count < 5; ++count) {
     threads_->addCompletion([&] {
       gate_.pass();

@@ -118,7 +118,7 @@ TEST_F(TimerTasksTest, TaskMayMakeAnotherTaskDue) {
 
 // ----------------------------------------------------------------------------------------------------- the thread
 
-// A timer with a task that counts its runs, and is due again while `again` holds.
+// A timer with a task that counts its runs, and notes the time of the last one.
 class TimerTest : public testing::Test {
  protected:
   ~TimerTest() override {

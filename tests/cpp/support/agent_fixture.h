@@ -142,7 +142,7 @@ class AgentTest : public testing::Test {
     return std::stoull(agent(rank).getMetrics().at(name));
   }
 
-  // Sets the fate of messages of this kind from this worker. A body is eager up to a size, spans are not.
+  // Sets the fate of all frames of this kind from this worker: of the bodies and spans of its messages.
   void fault(wire::Kind kind, worker_id_t source, Fate fate) {
     network_.setFault([=](const wire::Header& header, SendMode /*mode*/) {
       return header.kind == kind && header.sourceRank == static_cast<uint32_t>(source) ? fate : Fate::kDeliver;

@@ -487,8 +487,8 @@ inline at::Tensor fakeEmptyStrided(
 
 // Copies in stream order, as CUDA does. A host source may change after the return, unless it is pinned and the copy is
 // non-blocking. Then its memory is kept until the copy, as by torch's pool. A host target has its data on return,
-// unless the copy is non-blocking. Between devices, the source's stream copies after the target's
-// stream has come to the copy.
+// unless the copy is non-blocking. Between devices, the source's stream copies after the target's stream has come to
+// the copy.
 inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {

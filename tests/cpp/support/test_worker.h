@@ -87,7 +87,7 @@ class TestWorker {
       directory.add(member);
     }
   }
-  // Messages of the worker to itself are copied without tensors, unless `options` say otherwise.
+  // Messages of the worker to itself arrive without their tensors, unless `options` say otherwise.
   template <typename... Options>
   TestWorker(
       LoopbackNetwork& network,
@@ -131,7 +131,7 @@ class TestWorker {
     return directory.at(rank);
   }
 
-  // Checks, like an agent that is being destroyed, that nothing is queued.
+  // Acts like an agent that is being destroyed: lifetime.hold() returns null from now on, so nothing may be queued.
   void endLifetime() {
     alive_.reset();
   }

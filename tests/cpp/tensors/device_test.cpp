@@ -338,7 +338,7 @@ TEST_F(DeviceTest, TimedOutRequestIsNotSent) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
   EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)}, 0.05f)), "ran for more than"));
-  exchangeWithoutTensors(); // the cancellation has been handled
+  exchangeWithoutTensors(); // gives the timer time to cancel the request, which it does after it has failed the call
   device_.run();
   exchangeWithoutTensors();
   EXPECT_EQ(metric(0, "agent.calls_timed_out"), 1u);

@@ -34,7 +34,7 @@ class Counter final : public TransportListener {
   int arrived = 0;
 };
 
-// A process with this process's mappings. It obeys orders.
+// A process with this process's mappings, which the test can stop and let go on.
 class Bystander {
  public:
   explicit Bystander(const std::function<void()>& does) : pid_(fork()) {
