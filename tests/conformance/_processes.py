@@ -21,7 +21,7 @@ _STACKS = Path(tempfile.gettempdir())
 class PreloadedProcesses:
     """Starts a test's processes from a fork server. Mix this class in before torch's MultiProcessTestCase.
 
-    torch itself starts each by ``spawn``, which imports torch four times a test. Nothing else changes.
+    torch itself starts each by ``spawn``, which imports torch four times a test.
     """
 
     def _spawn_processes(self) -> None:

@@ -1,6 +1,7 @@
 """The results of the runs, in results/: one file for each configuration (backend, UCX_* variables, cores, GPUs).
 
-New runs of a configuration replace the earlier ones. ``suites.json``, beside them, has the suites of that torch.
+New runs of a configuration replace the earlier ones. ``suites.json``, beside them, lists the suites of the torch that
+ran.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PyTorch's suites for an agent that loses and delays messages, run on the agent of ``torch_ucx_rpc.testing``.
 
-The tests are torch's own, and so is the fixture.
+The tests are torch's own, and so is the fixture, which gets UCX's faulty backend under the name that the tests use.
 """
 
 from __future__ import annotations

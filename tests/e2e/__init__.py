@@ -1,1 +1,1 @@
-"""Jobs of a few workers on this machine, over shared memory and over TCP."""
+"""Tests that start processes on this machine: programs, and jobs of a few workers over shared memory and TCP."""

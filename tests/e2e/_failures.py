@@ -21,7 +21,7 @@ Failure = TypeVar("Failure", bound=errors.RpcError)
 # Arguments of `run_workers`. UCX itself may also log a death.
 DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
 
-# heartbeat_limit in seconds, for tests that need a loss and measure no time.
+# A short heartbeat_limit, in seconds: for a loss that comes soon, or for a longer silence that causes no loss.
 SHORT_LIMIT = 1.0
 # With these options a worker is lost when it has been silent for that limit.
 LOST_SOON = {"heartbeat_limit": SHORT_LIMIT, "reconnect_limit": 0}

@@ -28,7 +28,7 @@ def entry_point() -> str:
 
 
 def torch_ucx_rpc(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
-    """Write the program that pip makes for the entry point, under its name; ``after`` runs at its end."""
+    """Run the program that pip makes for the entry point, under its name. ``after`` runs at its end."""
     module, _, function = entry_point().partition(":")
     code = f"""
 import sys

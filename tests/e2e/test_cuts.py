@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ucx_only
 
 LIMIT = 1.0
 LARGE = 4 << 20  # elements: 16 MiB
-# The limit for the first answer after the cut.
+# The limit for the first answer after a cut or a reset.
 SOON_S = 2.0
 
 executed: collections.Counter[str] = collections.Counter()

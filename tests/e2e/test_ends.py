@@ -82,7 +82,7 @@ def end_in_the_midst(rank: int, way: str, ended: Path) -> list[int]:
     assert uses_shared_memory(os.getpid()), "or this tests nothing"
     tensor = torch.zeros(64 * MIB, dtype=torch.uint8)
     others = [f"worker{peer}" for peer in range(3) if peer != rank]
-    # Each worker sends 64 MiB to each other worker, and gets them back.
+    # Each worker sends 64 MiB twice to each other worker, and gets them back.
     calls = [rpc.rpc_async(name, echo, (value,)) for value in (tensor, tensor, 1) for name in others]
     if rank == 1:
         calls[0].wait()

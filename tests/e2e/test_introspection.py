@@ -1,4 +1,4 @@
-"""The agent's debug information, and its limits."""
+"""The agent's metrics and debug information, and its limits on threads and memory."""
 
 from __future__ import annotations
 

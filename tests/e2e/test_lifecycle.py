@@ -362,7 +362,7 @@ def leave_at_once(rank: int, done: Path) -> None:
             started = time.monotonic()
             rpc.shutdown(graceful=False)
             took = time.monotonic() - started
-        # worker1 waits half a second for its own handler. Both handlers run until the file is there.
+        # worker0 waits half a second for its own handler. Both handlers run until the file is there.
         assert 0.5 <= took < 1.5 + stalls.seconds()
         with pytest.raises(ShutDown, match="RPC was shut down on worker 'worker0' before worker") as raised:
             future.wait()

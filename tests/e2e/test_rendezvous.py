@@ -81,7 +81,7 @@ def test_process_end_waits_for_a_thread_in_the_store() -> None:
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
 
 
-# The program says when it waits, so that the signal does not come too early.
+# The program sends itself the signal once its main thread waits, so that the signal does not come too early.
 WAITING = """
 import os, signal, sys, threading, time, traceback
 from torch_ucx_rpc._bootstrap import rendezvous

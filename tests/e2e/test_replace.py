@@ -27,7 +27,7 @@ def passes(script: str) -> None:
 
 
 def program(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with the variable, in a process where nothing has been imported."""
+    """Run a script with the variables ``env``, in a process where nothing has been imported."""
     [ended] = workers.run_program(PRELUDE + textwrap.dedent(script), env=env)
     assert ended.returncode == 0, ended.stderr
     return ended

@@ -1,4 +1,5 @@
-"""In workers by fork and by exec, a program sees the same facts about its process as under plain Python."""
+"""In workers that are forked or started by exec, a program sees the same facts about its process as under plain
+Python."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ OWN = ("random", "numpy", "torch", "torch's seed", "authkey", "uuid", "name of a
 
 
 class Facts:
-    """The output of `facts.py`, run as ``python facts.py``, and as two workers of ``run`` by fork and by exec."""
+    """The output of `facts.py`, run as ``python facts.py``, as two forked workers of ``run``, and as two by exec."""
 
     def __init__(self, folder: Path) -> None:
         self.launchers: dict[str, int] = {}

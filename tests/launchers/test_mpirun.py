@@ -85,7 +85,7 @@ def test_two_jobs_at_the_same_time_on_a_host_do_not_meet(mpirun) -> None:
         assert_all_called(output, NAMES[:2])
 
 
-# Make Open MPI use UCX for everything. It uses the UCX that the package has already loaded.
+# Make Open MPI use UCX for everything. If RPC starts first, that is the UCX that the package has loaded.
 UCX_IN_OPEN_MPI = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
 
 

@@ -1,4 +1,5 @@
-"""In workers by fork and by exec, programs write and end as under plain Python. Nothing outlives the launcher."""
+"""In workers that are forked or started by exec, programs write and end as under plain Python. Nothing outlives the
+launcher."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of services, reduction, pipelines and checkpoints."""
+"""Tests of the libraries: channels, services, reduction, pipelines, checkpoints, and their common base."""

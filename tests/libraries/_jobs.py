@@ -1,5 +1,4 @@
-"""Jobs of the library tests: worker0 drives, and the others serve. Of these helpers only this module uses the
-harness."""
+"""Jobs of the library tests: worker0 drives, and the others serve."""
 
 from __future__ import annotations
 

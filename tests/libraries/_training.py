@@ -20,7 +20,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 @contextlib.contextmanager
 def process_group(rank: int, size: int, path: Path) -> Iterator[None]:
-    """Return gloo's group of the first ``size`` workers."""
+    """Make torch's process group on gloo, of ``size`` workers, for the block."""
     dist.init_process_group("gloo", init_method=(path / "group").as_uri(), rank=rank, world_size=size)
     keep_process_group()
     try:

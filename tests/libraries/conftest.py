@@ -1,4 +1,4 @@
-"""Jobs of these tests: on UCX, and on TensorPipe too if no worker dies."""
+"""Jobs of these tests: on UCX, on TensorPipe, or on each in turn."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[l
         assert time.monotonic() - start < 5.0 + stalls.seconds()
     pipe.synchronize()
     for victim, _ in deaths.values():
-        # If a kill was due after the last step, do it now.
+        # The kill may be due only after the last step. Wait for it.
         eventually(lambda victim=victim: not Path(f"/proc/{processes[victim]}/task").exists(), f"{victim} is dead")
     return losses, pipe.state_dict()
 

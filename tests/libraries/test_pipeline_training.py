@@ -16,7 +16,7 @@ from ._jobs import drive, on, reference_step, small_model
 from ._pipelines import assert_equal_gradients, make_pipe
 
 SCHEDULES = ("gpipe", "1F1B", "interleaved", "zero-bubble")
-# Stage 2 is on the first worker again, which forms a V, as in torch's ZBVZeroBubble.
+# Stage 3 is on the first worker again, which forms a V, as in torch's ZBVZeroBubble.
 V_SHAPED = "0F0,3F0,3B0,0F1,3F1,3I1,0I0,3W1,0W0,0B1\n1F0,2F0,2B0,1F1,2F1,2B1,1I0,1B1,1W0\n"
 
 

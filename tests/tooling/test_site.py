@@ -97,5 +97,5 @@ def test_docstrings_become_markdown(built: dict[str, str]) -> None:
     assert "::</p>" not in page
     assert 'href="#torch_ucx_rpc.services.NameTaken"' in page
     assert 'href="../services.html"' in page
-    # The users' site has no page for maintainers.
+    # The reference leaves out the parts of docstrings that are for maintainers.
     assert "How the package is laid out" not in page

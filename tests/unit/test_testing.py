@@ -1,4 +1,5 @@
-"""The options in `torch_ucx_rpc.testing` choose the agent. PyTorch's suites test the faults themselves."""
+"""The options in `torch_ucx_rpc.testing`. ``e2e/test_testing.py`` tests that they choose the agent. PyTorch's suites
+test the faults themselves."""
 
 from __future__ import annotations
 
