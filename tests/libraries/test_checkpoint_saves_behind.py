@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.workers import Steps
 from torch_ucx_rpc import checkpoint
-from torch_ucx_rpc.checkpoint import loading, storage
+from torch_ucx_rpc.checkpoint import loading, saving, storage
 
 
 @pytest.fixture
@@ -120,6 +120,37 @@ def test_a_save_counts_if_the_former_one_cannot_be_removed(tmp_path, monkeypatch
     state = {"x": torch.zeros(())}
     checkpoint.load(state, tmp_path)
     assert state["x"].item() == 2.0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupted_save_leaves_a_whole_checkpoint(tmp_path, monkeypatch, asynchronous):
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def save(value: float) -> None:
+        future = checkpoint.save({"x": torch.tensor(value)}, tmp_path, asynchronous=asynchronous)
+        if future is not None:
+            future.result()
+
+    save(1.0)
+    with monkeypatch.context() as patched:
+        # The metadata is in place; the former files are still there.
+        patched.setattr(storage, "remove_others", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(2.0)
+    state = {"x": torch.zeros(())}
+    checkpoint.load(state, tmp_path)
+    assert state["x"].item() == 2.0
+
+
+def test_a_save_is_written_at_once_if_there_is_no_thread(tmp_path, monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving.Thread, "start", refuse)
+        assert checkpoint.save({"x": torch.tensor(1.0)}, tmp_path, asynchronous=True).done()
+    assert holds(tmp_path) == 1.0
 
 
 def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:

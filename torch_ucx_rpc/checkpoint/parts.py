@@ -267,11 +267,13 @@ def run_everywhere(
 
 def drop_everywhere(drop: Callable[..., None], args: tuple[Any, ...], workers: Iterable[str | None]) -> None:
     """Call ``drop`` here and on all workers that still live, without waiting for them."""
-    drop(*args)
     for worker in workers:
         if worker is not None:
             with contextlib.suppress(RuntimeError):
                 rpc.rpc_async(worker, drop, args)
+    # The file system that has failed may fail again.
+    with contextlib.suppress(OSError):
+        drop(*args)
 
 
 class Planned(Generic[_Plan]):

@@ -146,14 +146,19 @@ def save(
                     _check_files(writer, results)
                 writer.finish(metadata, [results[worker] for worker in workers])
         except BaseException as error:
-            drop_everywhere(_drop, (session, folder), workers)
+            # Ctrl-C, or the end of the process, may come when the files are the checkpoint already.
+            if not (isinstance(writer, storage.Writer) and writer.may_be_whole):
+                drop_everywhere(_drop, (session, folder), workers)
             if isinstance(error, OSError):
                 raise CheckpointError(f"writing a checkpoint failed: {error}") from error
             raise
 
     arguments = (future, place, finish)
     if asynchronous:
-        Thread(_finish_into, arguments, name=f"checkpoint {session}").start()
+        try:
+            Thread(_finish_into, arguments, name=f"checkpoint {session}").start()
+        except RuntimeError:  # this process can start no thread
+            _finish_into(*arguments)
         return future
     _finish_into(*arguments)
     future.result()

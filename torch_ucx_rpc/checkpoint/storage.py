@@ -43,6 +43,8 @@ class Writer(FileSystemWriter):
     def __init__(self, path: str, session: str) -> None:
         super().__init__(path)
         self._session = session
+        # True from the moment on in which the files of this save may be the checkpoint.
+        self.may_be_whole = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         # Skip torch's warning of a present checkpoint, which stays until the new one is whole.
@@ -76,7 +78,12 @@ class Writer(FileSystemWriter):
             pickle.dump(metadata, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(folder / _METADATA)
+        self.may_be_whole = True
+        try:
+            temporary.replace(folder / _METADATA)
+        except OSError:
+            self.may_be_whole = False
+            raise
         # The checkpoint is the new one from here on, so nothing may fail any more.
         try:
             _sync_folder(folder)
