@@ -217,6 +217,22 @@ def push_to_a_failing_optimizer(rank: int) -> None:
             reduction.serve("worker0", "worker1", name="wide", parameters=[torch.zeros(1)], optimizer=SGD)
 
 
+def test_a_server_that_is_made_again_goes_on(run_on_both: RunWorkers) -> None:
+    run_on_both(2, make_a_server_again)
+
+
+def make_a_server_again(rank: int) -> None:
+    if rank == 1:
+        make = functools.partial(torch.optim.SGD, lr=1.0)
+        for expected in ([-1.0, -2.0], [-3.0, -4.0]):
+            with reduction.serve("worker0", trainers=1, parameters=[torch.zeros(1)], optimizer=make) as server:
+                assert [reduction.push_pull(server, torch.ones(1)).item() for _ in expected] == expected
+                with pytest.raises(ValueError, match="only push_pull trains with it"):
+                    reduction.DataParallel(nn.Linear(1, 1), server)
+                with pytest.raises(ValueError, match="only push_pull trains with it"):
+                    reduction.DataParallel(nn.Linear(1, 1), server)
+
+
 def test_a_push_after_the_server_was_left_fails(run_on_ucx: RunWorkers) -> None:
     run_on_ucx(2, push_after_leaving)
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.futures import Future
 
+from torch_ucx_rpc._workers.epochs import _STRIDE
 from torch_ucx_rpc._workers.messages import Epoch, Member
 from torch_ucx_rpc.errors import EpochEnded
 from torch_ucx_rpc.reduction import _steps
 from torch_ucx_rpc.reduction._decider import Decider
 from torch_ucx_rpc.reduction._ledger import Ledger, Next, Standing
-from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, Report, Spec
+from torch_ucx_rpc.reduction._messages import NEVER, Kept, Knowledge, Opening, Report, Spec, generation
 from torch_ucx_rpc.reduction._office import TimedOut
 from torch_ucx_rpc.reduction._steps import Steps
 
@@ -341,8 +342,33 @@ def test_a_refusal_counts_for_one_push() -> None:
     assert standing.judge(refused._replace(generation=9, refusal=None), "t1") is Next.PUT
 
 
+def test_an_epoch_has_room_for_billions_of_steps() -> None:
+    report = Report(0, quorum=1, is_ready=True)
+    ledger = Ledger("m", 2, {"t0": 0}, SPEC, lambda _: ("host",), report, left=set(), attempt=10**10)
+    assert ledger.update("t0", report)
+    assert ledger.openings[-1].epoch == 2
+    # A group can be founded again many times.
+    assert generation(500 * _STRIDE, 10**10) < 2**63
+
+
+def test_a_bucket_that_cannot_be_sent_is_an_error_at_once() -> None:
+    opening = Opening("server/model", generation(1, 1), 0, 7, ("t0",), ("t0",), ("t0",), ("host",), SPEC)
+    office = mock.Mock(**{"opening.return_value": opening, "name": "t0", "numbers": itertools.count(), "steps": {}})
+    office.changed = threading.RLock()
+    office.name = "t0"
+    with (
+        mock.patch.object(_steps, "office", return_value=office),
+        mock.patch.object(Steps, "_send", side_effect=RuntimeError("no device map")),
+    ):
+        steps = Steps("server", "model", expected=1)
+        steps.standing.begin(0, 7)
+        with pytest.raises(RuntimeError, match="no device map"):
+            steps.put([torch.ones(1)])
+        assert not steps.is_busy
+
+
 def test_a_hook_that_begins_after_the_first_step_is_an_error() -> None:
-    opening = Opening("model", 1 << 20, 1, 1 << 20, (), ("t0", "t1"), ("t0",), ("host",), SPEC)
+    opening = Opening("model", generation(1, 0), 1, generation(1, 0), (), ("t0", "t1"), ("t0",), ("host",), SPEC)
     office = mock.Mock(**{"opening.return_value": opening})
     office.name, office.changed, office.steps, office.numbers = "t1", threading.RLock(), {}, itertools.count()
     with mock.patch.object(_steps, "office", return_value=office), mock.patch.object(_steps, "rpc_deadline"):

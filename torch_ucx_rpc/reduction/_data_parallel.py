@@ -175,10 +175,13 @@ class DataParallel(nn.Module):
         try:
             while self._next_bucket < len(self._buckets):
                 bucket = self._buckets[self._next_bucket]
-                # Some parameters have no gradient here, but may have one on other trainers.
-                for index, span in enumerate(bucket.spans):
-                    if index not in bucket.filled:
-                        bucket.buffer[span].zero_()
+                # This backward has not reached some parameters. They may have a gradient of an earlier one, or one on
+                # other trainers.
+                for index, parameter in enumerate(bucket.parameters):
+                    if index not in bucket.filled and parameter.grad is not None:
+                        bucket.fill(index, parameter.grad)
+                    elif index not in bucket.filled:
+                        bucket.buffer[bucket.spans[index]].zero_()
                 self._put()
             results = self._steps.finish()
             with torch.no_grad():

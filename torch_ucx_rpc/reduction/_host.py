@@ -269,14 +269,16 @@ class Host:
             shard = self._shards.get((key, number))
             is_same = shard is not None and (shard.step, shard.committed) == (opening.step, opening.committed)
             requests = []
-            if shard is not None and not is_same and (shard.committed != NEVER or shard.restored_from is not None):
-                # Other hosts may have gone on without this one, and saved a checkpoint.
+            if shard is not None and shard.failure is not None:
+                raise shard.failed()
+            is_used = shard is not None and (shard.committed != NEVER or shard.restored_from is not None)
+            if shard is not None and is_used and not is_same and opening.step >= shard.step:
+                # Other hosts may have gone on without this one, and saved a checkpoint. (An earlier step means that all
+                # trainers have ended or left, and that others go on with these parameters.)
                 del self._shards[key, number]
                 with shard.asking:
                     requests, shard.requests = shard.requests, []
             shard = self._find(key, number, opening.spec)
-        if shard is not None and shard.failure is not None:
-            raise shard.failed()
         if shard is None:
             error = RuntimeError(self._lost(key))
             for _, future in requests:

@@ -9,8 +9,10 @@ OptimizerFactory = Callable[[list[Any]], Any]
 
 # Stands for "no step yet" and "no generation yet".
 NEVER = -1
-# A generation is the number of an epoch with the number of an attempt in its low bits.
-_ATTEMPTS = 20
+# A generation is the number of an epoch with the number of an attempt in its low bits. With a quorum each step is an
+# attempt: at 1,000 steps a second an epoch may last for half a year. 29 bits are left for epochs: a group can be
+# founded again 500 times (epochs._STRIDE).
+_ATTEMPTS = 34
 
 
 # The beginning of the names of all channels of models.

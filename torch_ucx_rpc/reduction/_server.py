@@ -125,6 +125,11 @@ class Server:
     def make(self, kind: str, user: object, **options: Any) -> Steps:
         """Make the steps of a new model. When ``user`` is collected, the others go on without this trainer."""
         self.check()
+        if self.spec.optimizer is not None:
+            raise ValueError(
+                f"the hosts of {self!r} update parameters themselves, so only push_pull trains with it: make a server "
+                f"without parameters and optimizer"
+            )
         steps = self.make_by_hand(f"{kind}{next(self._numbers)}", **options)
         # The thread that collects garbage may hold any lock.
         leave = Thread(steps.leave, name="torch_ucx_rpc-leave")
@@ -205,7 +210,8 @@ def serve(
         trainers (int or list): how many trainers the first step waits for, or the names of their workers (default: in a
             group of fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
         parameters (iterable of Tensors): tensors that the hosts keep and update, for `push_pull` (default: None). Give
-            them with ``optimizer``. The values in ``checkpoint`` apply, or else those of the first trainer.
+            them with ``optimizer``. The values in ``checkpoint`` apply, or else those of the first trainer. The hosts
+            keep them as long as RPC runs, also for trainers that come when all others have ended or left.
         optimizer (callable): makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD,
             lr=0.1)`` (default: None). It must be picklable, and its ``step()`` must need no closure.
         checkpoint (str or Path): folder in which the hosts save parameters and optimizer, for a host that takes over or

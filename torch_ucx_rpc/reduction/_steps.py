@@ -211,9 +211,12 @@ class Steps:
             try:
                 self._send(opening)
             except (RuntimeError, ValueError) as error:
+                self._fail(opening)
+                if not isinstance(error, EpochEnded) and not was_lost(error):
+                    self.drop()
+                    raise
                 # `finish` finds out how to continue.
                 _logger.debug("%s: a bucket of %s was not put: %s", self._office.name, self.key, error)
-                self._fail(opening)
 
     def finish(self) -> list[list[Tensor]]:
         """Wait until the step is closed, and return the means of each bucket. The next step begins.
