@@ -72,9 +72,11 @@ def handle_exception(result: Any) -> None:
 
 
 def _shortened(text: str) -> str:
-    # Cut between lines: torch decodes escapes, which must stay whole.
+    # Cut between lines: torch decodes escapes, which must stay whole. A longer line is the message, and is cut before a
+    # backslash.
     beginning = text[:_LONGEST_BEGINNING].rpartition("\n")[0]
-    end = text[-_LONGEST_END:].partition("\n")[2]
+    end = text[-_LONGEST_END:]
+    end = end.partition("\n")[2] or end[max(0, end.find("\\")) :]
     return f"{beginning}\n[... {len(text) - len(beginning) - len(end)} characters left out ...]\n{end}"
 
 

@@ -51,7 +51,11 @@ def decode(value: Any) -> Any:
     """Reverse `encode`. Raises pickle's errors."""
     if isinstance(value, torch.Tensor):
         return value
-    return _internal_rpc_pickler.deserialize(value[0].numpy().tobytes(), value[1:])
+    found = _internal_rpc_pickler.deserialize(value[0].numpy().tobytes(), value[1:])
+    # torch returns the error if this process lacks a class.
+    if isinstance(found, AttributeError) and found.__cause__ is not None:
+        raise found
+    return found
 
 
 def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tensor], bool], timeout: float) -> None:

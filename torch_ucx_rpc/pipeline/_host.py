@@ -107,8 +107,10 @@ class Host:
         try:
             # Making the stages computes too, so this thread does it: another one would have an OpenMP team of its own.
             self.stages = Stages(self._config, self.exchange)
-        except Exception as error:
-            self._made.set_exception(error)
+        except BaseException as error:
+            # A builder may raise SystemExit, which torch does not carry.
+            what = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            self._made.set_exception(what)
             return
         self._made.set_result(None)
         try:

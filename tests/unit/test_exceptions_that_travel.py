@@ -1,0 +1,31 @@
+"""Exceptions and values that torch's pickler brings from another worker."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from torch.distributed.rpc import internal
+
+from torch_ucx_rpc._torch import exceptions
+from torch_ucx_rpc.pipeline._exchange import decode, encode
+
+
+@pytest.mark.parametrize("message", ["x" * 100_000, "\\n".join("line" * 10_000), "short"])
+def test_the_end_of_a_long_message_arrives(message: str) -> None:
+    text = "Traceback (most recent call last):\n" + "a line\n" * 10_000 + f"ValueError: {message}the end"
+    with pytest.raises(ValueError, match="the end"):
+        exceptions.handle_exception(internal.RemoteException(text, ValueError))
+
+
+def test_a_value_of_an_unknown_class_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = types.ModuleType("theirs")
+    exec("class Value: pass", theirs.__dict__)
+    theirs.Value.__module__ = "theirs"
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    encoded, _ = encode(theirs.Value())
+    del theirs.Value
+    with pytest.raises(AttributeError, match="Value"):
+        decode(encoded)
+    assert isinstance(decode(encode(AttributeError("a value"))[0]), AttributeError)
