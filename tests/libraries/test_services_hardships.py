@@ -60,6 +60,29 @@ def miss_changes(rank: int, steps: Steps) -> None:
     steps.wait_for("over 0", "over 1")
 
 
+def test_an_update_that_a_worker_refuses_comes_again(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, refuse_an_update, Steps(tmp_path))
+
+
+def refuse_an_update(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        hear = _directory._hear
+
+        def refuse_once(update: _directory.Update) -> _directory.Position:
+            _directory._hear = hear
+            raise RuntimeError("no room")
+
+        services.names()
+        _directory._hear = refuse_once
+        steps.done("refuses")
+        eventually(lambda: "name" in _directory.directory().owners["worker0"].offers, "it has heard")
+        assert _directory._hear is hear
+    else:
+        steps.wait_for("refuses")
+        services.register("name", own_name)
+    steps.meet("over", rank, 2)
+
+
 def be_deaf() -> None:
     """Drop messages that the decider sends unasked."""
     _directory._hear = lambda update: update.at  # type: ignore[assignment]

@@ -31,6 +31,8 @@ _Answer = TypeVar("_Answer")
 # Seconds of silence after which a worker is left out. A question to another worker lasts no longer.
 LIMIT_S = 3.0
 _PAUSE_S = 0.01
+# Seconds after which an update that a member has refused, or not answered, is sent again.
+_AGAIN_S = 0.1
 # Seconds to wait if calls have no timeout.
 _PATIENCE_S = 60.0
 
@@ -278,10 +280,23 @@ class Directory:
         try:
             call = rpc.rpc_async(_info(one), _hear, args=(self._update_since(heard),), timeout=LIMIT_S)
         except RuntimeError as error:
-            _logger.debug("%s is gone: %s", one.name, error)
+            self._on_unsent(one, error)
             return
         self._sending.add(one)
         call.add_done_callback(functools.partial(self._on_heard, one))
+
+    def _on_unsent(self, one: Member, error: RuntimeError) -> None:
+        _logger.debug("an update did not reach %s: %s", one.name, error)
+        if was_lost(error) or not self.life.lasts():
+            return
+
+        def send_again() -> None:
+            time.sleep(_AGAIN_S)
+            with self.lock:
+                if self._has_table and one in self._members():
+                    self._send(one)
+
+        Thread(send_again, name="torch_ucx_rpc-update").start()
 
     def _on_heard(self, one: Member, done: Future[Position]) -> None:
         with self.lock:
@@ -289,9 +304,8 @@ class Directory:
             try:
                 self._heard[one] = done.value()
             except RuntimeError as error:
-                _logger.debug("an update did not reach %s: %s", one.name, error)
-                if not timed_out(error):
-                    return
+                self._on_unsent(one, error)
+                return
             if self._has_table and one in self._members():
                 self._send(one)
 
