@@ -256,10 +256,10 @@ def test_the_end_of_an_epoch_ends_its_waits(run_on_both: RunWorkers) -> None:
 
 def end_waits(rank: int) -> None:
     for end, said in ((lambda channel: channel.advance(1), "epoch 1"), (lambda channel: channel.close(), "closed")):
-        channel = Channel(f"ending {said}")
+        channel, old = Channel(f"ending {said}"), Channel(f"ending {said}")
+        other = f"worker{1 - rank}"
         timer = threading.Timer(0.2, end, (channel,))
         timer.start()
-        other, old = f"worker{1 - rank}", Channel(f"ending {said}")
         with pytest.raises(EpochEnded, match=said):
             old.take(other, "never")
         timer.join()

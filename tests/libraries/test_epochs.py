@@ -274,8 +274,12 @@ def be_cut_off(rank: int, steps: Steps, fate: Fate, cut: str) -> None:
 
     def work() -> None:
         while not over.is_set():
-            if group.is_current():
-                progress.append((time.monotonic(), group.epoch.number))
+            number = group.epoch.number
+            if group.is_current(number):
+                at = time.monotonic()
+                # The thread may have been preempted since.
+                if group.is_current(number):
+                    progress.append((at, number))
             time.sleep(0.005)
 
     worker = threading.Thread(target=work)

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ RunWorkers = Callable[..., list]
 
 
 _gate = threading.Event()
+_at_gate: list[str] = []
 
 
 def own_name() -> str:
@@ -49,8 +51,13 @@ def raise_key_error(key: str) -> None:
 
 
 def wait_at_gate() -> str:
+    _at_gate.append(own_name())
     assert _gate.wait(30)
     return own_name()
+
+
+def at_gate() -> int:
+    return len(_at_gate)
 
 
 def open_gate() -> None:
@@ -382,6 +389,7 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
         services.watch("nap", lambda service: seen.append(service.workers))
         once, waited = services.call_async("once"), begin_call("wait")
         calls = [services.call_async("nap") for _ in range(500)]
+        eventually(lambda: rpc.rpc_sync("worker1", at_gate) == 2, "both calls run there")
         rpc.rpc_async("worker1", die)
         # Calls in flight at the death, and calls that begin before the loss is noticed.
         answers = [call.wait() for call in calls] + [services.call("nap") for _ in range(500)]
@@ -431,8 +439,13 @@ def test_a_wait_without_a_timeout_ends_with_rpc(run_on_both: RunWorkers) -> None
 
 
 def wait_until_the_shutdown(rank: int) -> None:
-    threading.Timer(0.5, rpc.shutdown).start()
-    with pytest.raises(ShutDown):
+    sync = Directory.sync
+
+    def sync_before_the_end(known: Directory, patience: float | None = None) -> None:
+        sync(known, patience)
+        threading.Timer(0.5, rpc.shutdown).start()
+
+    with mock.patch.object(Directory, "sync", sync_before_the_end), pytest.raises(ShutDown):
         services.wait_for("nothing", timeout=0)
 
 

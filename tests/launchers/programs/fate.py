@@ -32,9 +32,12 @@ if me == "worker1":
     elif fate == "sys.exit()":
         sys.exit()
     elif fate == "Ctrl-C":
+        while not all((folder / f"{other}.in").exists() for other in ("worker0", "worker2")):
+            time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGINT)  # as the terminal does
         time.sleep(1000)
 try:
+    (folder / f"{me}.in").touch()
     rpc.shutdown(timeout=4 if fate in ("stopped", "never calls shutdown") else 60)
     what = "returned"
 except BaseException as error:
