@@ -106,21 +106,6 @@ def explode() -> None:
     pipe.synchronize()
 
 
-def leave() -> Any:
-    raise SystemExit("no arguments")
-
-
-def build_with_an_exit() -> None:
-    from torch_ucx_rpc import pipeline
-
-    with pytest.raises(pipeline.PipelineError, match="SystemExit: no arguments"):
-        make_pipe([pipeline.Built(leave), nn.Linear(8, 4)])
-
-
-def test_a_builder_that_exits_is_an_error():
-    drive(build_with_an_exit, 3)
-
-
 def test_a_failed_step_leaves_earlier_gradients_as_they_were():
     drive(fail_beside_earlier_gradients, 3)
 

@@ -293,3 +293,18 @@ def test_a_save_has_gradients_that_no_optimizer_used_yet(tmp_path, kill_after, i
     found = drive_with_deaths(accumulate, 4, (1,), str(tmp_path / "b"), kill_after, is_sparse, asynchronous, loads)
     assert found[0] == losses
     assert all(torch.equal(value, state[name]) for name, value in found[1].items())
+
+
+def leave() -> Any:
+    raise SystemExit("no arguments")
+
+
+def build_with_an_exit() -> None:
+    from torch_ucx_rpc import pipeline
+
+    with pytest.raises(pipeline.PipelineError, match="SystemExit: no arguments"):
+        make_pipe([pipeline.Built(leave), nn.Linear(8, 4)])
+
+
+def test_a_builder_that_exits_is_an_error():
+    drive(build_with_an_exit, 3)

@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ import torch.distributed.rpc as rpc
 
 from tests.support.workers import Steps, eventually, init_rpc
 from torch_ucx_rpc import services
-from torch_ucx_rpc.errors import NotRunning, ShutDown, WorkerLost
+from torch_ucx_rpc.errors import NotRunning, WorkerLost
 from torch_ucx_rpc.services import NameTaken, ReplicasLost, UnknownName
 from torch_ucx_rpc.services._api import role_of
 from torch_ucx_rpc.services._directory import Directory
@@ -432,21 +431,6 @@ def wait_for_a_decision(rank: int) -> None:
         timer.start()
         assert services.wait_for("score", timeout=0).workers == ("worker0",)
         timer.join()
-
-
-def test_a_wait_without_a_timeout_ends_with_rpc(run_on_both: RunWorkers) -> None:
-    run_on_both(1, wait_until_the_shutdown, shutdown=False)
-
-
-def wait_until_the_shutdown(rank: int) -> None:
-    sync = Directory.sync
-
-    def sync_before_the_end(known: Directory, patience: float | None = None) -> None:
-        sync(known, patience)
-        threading.Timer(0.5, rpc.shutdown).start()
-
-    with mock.patch.object(Directory, "sync", sync_before_the_end), pytest.raises(ShutDown):
-        services.wait_for("nothing", timeout=0)
 
 
 def test_a_call_fails_when_all_replicas_are_lost(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed.rpc as rpc
 
 from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc
 from torch_ucx_rpc import services
+from torch_ucx_rpc.errors import ShutDown
 from torch_ucx_rpc.services import UnknownName, _directory, _served
+from torch_ucx_rpc.services._directory import Directory
 
 RunWorkers = Callable[..., list]
 
@@ -305,3 +308,18 @@ def answer_at_once_by_mistake(rank: int, steps: Steps) -> None:
         eventually(lambda: services.statistics()[0].errors == 1, "it counts as an error")
         assert services.statistics()[0].open == 0
     steps.meet("over", rank, 2)
+
+
+def test_a_wait_without_a_timeout_ends_with_rpc(run_on_both: RunWorkers) -> None:
+    run_on_both(1, wait_until_the_shutdown, shutdown=False)
+
+
+def wait_until_the_shutdown(rank: int) -> None:
+    sync = Directory.sync
+
+    def sync_before_the_end(known: Directory, patience: float | None = None) -> None:
+        sync(known, patience)
+        threading.Timer(0.5, rpc.shutdown).start()
+
+    with mock.patch.object(Directory, "sync", sync_before_the_end), pytest.raises(ShutDown):
+        services.wait_for("nothing", timeout=0)
