@@ -82,6 +82,8 @@ class RpcSlots:
             if (epoch := self._epochs.pop(group, None)) is not None:
                 self._closed[group] = epoch
             dropped = list(self._values.pop(group, {}).values())
+            # If all workers open the group again, it may begin with an earlier epoch.
+            self._refused = {key: why for key, why in self._refused.items() if key[0] != group}
             self._changed.notify_all()
         for value in (value for queue in dropped for value in queue):
             value.taken.set_result(_closed(group, self._name))

@@ -273,6 +273,25 @@ TEST_F(ChannelTest, ValuesOfAnEarlierEpochAreDropped) {
   EXPECT_TRUE(take(1, 0, "late", 1).front().equal(at::full({2}, 7)));
 }
 
+TEST_F(ChannelTest, AGroupThatAllHaveClosedMayBeginAgain) {
+  startInEpoch(2);
+  channel(1).advance("g", 5);
+  EXPECT_TRUE(eventually([&] {
+    try {
+      put(0, 1, "late", {at::ones({1})});
+      return false;
+    } catch (const RpcFailure&) {
+      return true;
+    }
+  }));
+  for (const worker_id_t rank : {0, 1}) {
+    channel(rank).close("g");
+    channel(rank).advance("g", 0);
+  }
+  put(0, 1, "again", {at::ones({1})});
+  EXPECT_EQ(take(1, 0, "again").size(), 1u);
+}
+
 TEST_F(ChannelTest, EachSenderLearnsOnceThatAnEpochHasEnded) {
   startInEpoch(2);
   std::atomic<int> refusals{0};

@@ -94,6 +94,10 @@ void Channel::close(const std::string& name) {
       endEpochsLocked(name, found->second, UINT64_MAX, epochEnded(self_.name, name, std::nullopt), after);
       groups_.erase(found);
     }
+    // If all workers open the group again, it may begin with an earlier epoch.
+    for (auto& [peer, account] : accounts_) {
+      account.refused.erase(name);
+    }
   }
   carryOut(after);
 }
