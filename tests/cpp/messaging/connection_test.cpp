@@ -57,6 +57,22 @@ TEST_F(ConnectionTest, IsOpenWhileItHasAnEndpoint) {
   EXPECT_EQ(connection.state(), State::kOpen);
 }
 
+// The receiver may leave an announced value at its sender for as long as it likes.
+TEST_F(ConnectionTest, AnAnnouncedFrameHidesNoMissingOne) {
+  Connection& connection = connections_.of(peer_);
+  Connection::Incoming& incoming = connection.incoming;
+  EXPECT_TRUE(incoming.received.accept(1));
+  EXPECT_EQ(incoming.lacking(), 0u);
+  EXPECT_TRUE(incoming.received.accept(5));
+  EXPECT_EQ(incoming.lacking(), 2u);
+  for (const uint64_t number : {2, 3}) {
+    incoming.announced.emplace(number, Announcement{&connection, number, nullptr, true});
+  }
+  EXPECT_EQ(incoming.lacking(), 4u);
+  incoming.announced.emplace(4, Announcement{&connection, 4, nullptr, true});
+  EXPECT_EQ(incoming.lacking(), 0u);
+}
+
 TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
   Connection& connection = connections_.of(peer_);
   connect(connection);

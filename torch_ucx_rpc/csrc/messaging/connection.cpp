@@ -65,6 +65,17 @@ bool Connection::Incoming::isOutdated(uint16_t number) const {
   return number != 0 && static_cast<int16_t>(number - endpoint) < 0;
 }
 
+uint64_t Connection::Incoming::lacking() const {
+  for (const auto& [first, end] : received.missing()) {
+    for (uint64_t number = first; number < end; ++number) {
+      if (!announced.contains(number)) {
+        return number;
+      }
+    }
+  }
+  return 0;
+}
+
 bool Connection::Incoming::noteEndpoint(uint16_t number) {
   const bool isNew = number != 0 && number != endpoint && !isOutdated(number);
   endpoint = isNew ? number : endpoint;

@@ -174,11 +174,9 @@ class Connection {
     std::vector<Receiving::Entry> starting; // messages that wait for memory
     std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, in the order of waiting
 
-    // The number of the first missing frame, if later frames have come and it is not announced. Otherwise 0.
-    uint64_t lacking() const {
-      const uint64_t first = received.firstMissing();
-      return first < received.next() && !announced.contains(first) ? first : 0;
-    }
+    // The number of the first frame that is neither here nor announced although later frames have come; 0 if there is
+    // none.
+    uint64_t lacking() const;
 
     // Notes the peer's endpoint over which a frame has come. True if it is the first frame over a new one.
     bool noteEndpoint(uint16_t number);
