@@ -128,7 +128,7 @@ class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListene
 TEST_F(SealedAgentIntruderTest, NoKindOfFrameIsTakenWithoutTheKey) {
   const Bytes body = wire::BodyWriter(MessageType::PYTHON_CALL).finish();
   uint64_t sent = 0;
-  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kReceived); ++kind) {
+  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kPutRefused); ++kind) {
     for (const SendMode mode : {SendMode::kEager, SendMode::kRendezvous}) {
       wire::Header header = frame(static_cast<wire::Kind>(kind));
       send(header, body, mode); // without any tag

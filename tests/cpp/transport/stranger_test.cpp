@@ -83,7 +83,7 @@ class StrangerTest : public ForgedFrameTest {
 
 TEST_F(StrangerTest, ForgedFramesAreRefused) {
   const Bytes body = bodyOfRequest("forged");
-  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kReceived); ++kind) {
+  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kPutRefused); ++kind) {
     shoot(frame(static_cast<wire::Kind>(kind)), body);
     shoot(frame(static_cast<wire::Kind>(kind)), body, 1, SendMode::kRendezvous);
   }
