@@ -25,6 +25,17 @@ class Thread(threading.Thread):
         super().__init__(target=target, args=args, name=name, daemon=True)
 
 
+def later(delay: float, act: Callable[[], object], *, name: str) -> None:
+    """Run a function on a thread of its own after ``delay`` seconds."""
+
+    def run() -> None:
+        # Unlike time.sleep(), this waits in ``threading``.
+        threading.Event().wait(delay)
+        act()
+
+    Thread(run, name=name).start()
+
+
 def interrupt_all(until: float) -> None:
     """Raise SystemExit in all threads, and wait until they have left C++, at most until ``until`` (monotonic)."""
     running = [thread for thread in threading.enumerate() if isinstance(thread, Thread)]

@@ -22,7 +22,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._threads import Thread
+from torch_ucx_rpc._threads import later
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.channel import Channel
@@ -161,11 +161,7 @@ class Office:
 
     @staticmethod
     def _later(delay: float, act: Callable[[], None]) -> None:
-        def run() -> None:
-            threading.Event().wait(delay)
-            act()
-
-        Thread(run, name="torch_ucx_rpc-later").start()
+        later(delay, act, name="torch_ucx_rpc-later")
 
     def sleep(self, deadline: float | None) -> None:
         """Wait for a change, with the lock held. Raises TimedOut after the deadline."""

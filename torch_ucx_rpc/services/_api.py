@@ -222,7 +222,7 @@ def wait_for(name: str, *, replicas: int = 1, timeout: float = UNSET_RPC_TIMEOUT
         timeout (float): limit in seconds, 0 for none (default: ``rpc_timeout``).
 
     Raises TimeoutError, which lists the workers that offer the name. Raises RuntimeError if no worker decides on names
-    within ``timeout``, and ShutDown if RPC is shut down meanwhile.
+    within ``timeout``, and ShutDown if RPC ends first.
 
     Example::
 

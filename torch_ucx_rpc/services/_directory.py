@@ -15,7 +15,7 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, _is_current_rpc_agent_set, get_rpc_timeout
 from torch.futures import Future
 
-from torch_ucx_rpc._threads import Thread
+from torch_ucx_rpc._threads import Thread, later
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc._workers.lost import Gone, timed_out, was_lost, was_raised_there
@@ -290,13 +290,12 @@ class Directory:
         if was_lost(error) or not self.life.lasts():
             return
 
-        def send_again() -> None:
-            time.sleep(_AGAIN_S)
-            with self.lock:
-                if self._has_table and one in self._members():
-                    self._send(one)
+        later(_AGAIN_S, functools.partial(self._send_again, one), name="torch_ucx_rpc-update")
 
-        Thread(send_again, name="torch_ucx_rpc-update").start()
+    def _send_again(self, one: Member) -> None:
+        with self.lock:
+            if self._has_table and one in self._members():
+                self._send(one)
 
     def _on_heard(self, one: Member, done: Future[Position]) -> None:
         with self.lock:
@@ -306,8 +305,7 @@ class Directory:
             except RuntimeError as error:
                 self._on_unsent(one, error)
                 return
-            if self._has_table and one in self._members():
-                self._send(one)
+            self._send_again(one)
 
     # -------------------------------------------------------------------------------------------- from epoch to epoch
 
