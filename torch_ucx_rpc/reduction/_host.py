@@ -116,8 +116,9 @@ class Shard:
         with self.lock, self.asking:
             due = [future for step, future in self.requests if step <= self.step or self.failure]
             self.requests = [] if self.failure else [one for one in self.requests if one[0] > self.step]
-            parameters = [parameter.detach().clone() for parameter in self.parameters] if due else []
-            values = Values(parameters, {**self.counted})
+            if not due:
+                return
+            values = Values([parameter.detach().clone() for parameter in self.parameters], {**self.counted})
         for future in due:
             if self.failure is None:
                 future.set_result(values)
