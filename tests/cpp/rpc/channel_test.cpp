@@ -79,6 +79,17 @@ class ChannelTest : public SealedAgentTest {
     return message;
   }
 
+  // Announces 1 MiB under "x" to worker 1, which has posted a tensor. onPut() of the result then lets the value arrive.
+  IncomingMessage announceForPosted() {
+    IncomingMessage message = largeValue("x");
+    const uint64_t bytes = kMiB;
+    Channel::Verdict verdict =
+        channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
+    EXPECT_EQ(verdict.into.size(), 1u);
+    message.spans.push_back({std::move(verdict.into.at(0)), bytes});
+    return message;
+  }
+
   bool hasSecret_ = false; // every frame is sealed
 };
 
@@ -316,17 +327,12 @@ TEST_F(ChannelTest, EpochEndsAWaitOnlyOnceItsTensorIsNoLongerWritten) {
   startInEpoch(2);
   const at::Tensor into = at::zeros({kMiB}, at::kByte);
   const auto expected = post(1, 0, "x", std::vector<at::Tensor>{into});
-  IncomingMessage message = largeValue("x");
-  const uint64_t bytes = kMiB;
-  Channel::Verdict verdict =
-      channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
-  ASSERT_EQ(verdict.into.size(), 1u);
-  EXPECT_EQ(verdict.into.front().get(), into.data_ptr());
+  IncomingMessage message = announceForPosted();
+  EXPECT_EQ(message.spans.front().data.get(), into.data_ptr());
 
   std::future<std::string> waits = std::async(std::launch::async, [&] { return failureOf(1, expected, kPatienceMs); });
   channel(1).advance("g", 1);
   EXPECT_EQ(waits.wait_for(milliseconds(100)), std::future_status::timeout) << "the tensor is still written";
-  message.spans.push_back({std::move(verdict.into.front()), bytes});
   channel(1).onPut(std::move(message), {});
   EXPECT_EQ(waits.get(), "worker 'w1' is in epoch 1 of channel 'g'");
 }
@@ -374,14 +380,9 @@ TEST_F(ChannelTest, ValueOfAnEndedWaitGoesToTheNextWait) {
   const at::Tensor first = at::zeros({kMiB}, at::kByte);
   const auto ended = post(1, 0, "x", std::vector<at::Tensor>{first});
   const auto next = post(1, 0, "x");
-  IncomingMessage message = largeValue("x");
-  const uint64_t bytes = kMiB;
-  Channel::Verdict verdict =
-      channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
-  ASSERT_EQ(verdict.into.size(), 1u);
+  IncomingMessage message = announceForPosted();
   EXPECT_NE(failureOf(1, ended, milliseconds(50)), "") << "its value is still being received";
-  std::memset(verdict.into.front().get(), 7, kMiB);
-  message.spans.push_back({std::move(verdict.into.front()), bytes});
+  std::memset(message.spans.front().data.get(), 7, kMiB);
   channel(1).onPut(std::move(message), {});
   EXPECT_TRUE(channel(1).wait(next, milliseconds(1000)).tensors.front().equal(at::full({kMiB}, 7, at::kByte)));
   put(0, 1, "x", {at::ones({2})});
@@ -392,16 +393,11 @@ TEST_F(ChannelTest, ValueOfAnEndedWaitGoesToItsRepetition) {
   startInEpoch(2);
   const at::Tensor into = at::zeros({kMiB}, at::kByte);
   const auto expected = post(1, 0, "x", std::vector<at::Tensor>{into});
-  IncomingMessage message = largeValue("x");
-  const uint64_t bytes = kMiB;
-  Channel::Verdict verdict =
-      channel(1).onPutAnnounced(*message.from, message.header, message.eagerBody, std::span(&bytes, 1));
-  ASSERT_EQ(verdict.into.size(), 1u);
+  IncomingMessage message = announceForPosted();
   for (int attempt = 0; attempt < 2; ++attempt) {
     EXPECT_TRUE(contains(failureOf(1, expected, milliseconds(50)), "no value has come"));
   }
-  std::memset(verdict.into.front().get(), 7, kMiB);
-  message.spans.push_back({std::move(verdict.into.front()), bytes});
+  std::memset(message.spans.front().data.get(), 7, kMiB);
   channel(1).onPut(std::move(message), {});
   EXPECT_TRUE(channel(1).wait(expected, milliseconds(1000)).tensors.front().is_same(into));
   EXPECT_TRUE(into.equal(at::full({kMiB}, 7, at::kByte)));

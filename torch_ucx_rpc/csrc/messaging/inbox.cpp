@@ -77,8 +77,8 @@ bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t by
   wire::ReplayWindow& received = from.incoming.received;
   // A rendezvous takes its number when it has been received.
   if (isRendezvous ? received.hasCome(header.sequence) : !received.accept(header.sequence)) {
-    // Each frame that was under way when an endpoint failed may come twice. While timesResumed is
-    // 0, this worker takes such a frame for a replay.
+    // Each frame that was under way when an endpoint failed may come twice. While timesResumed is 0, this worker takes
+    // such a frame for a replay.
     if (from.opener.has_value() && from.peer().timesResumed.load(std::memory_order_relaxed) == 0) {
       rejectFrame(FrameFault::kReplayed, "a frame of " + from.peer().describe() + " that has come before");
     }
