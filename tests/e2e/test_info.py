@@ -174,6 +174,11 @@ def test_little_shared_memory_and_few_files_are_problems(monkeypatch: pytest.Mon
     assert "unset TORCH_UCX_RPC_KEEP_NOFILE" in text
 
 
+def test_a_container_without_programs_is_reported_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "ptrace_scope" in info.collect().facts["machine"]["reading_other_processes"]
+
+
 @pytest.mark.parametrize(
     ("wheels", "cuda", "complaint", "cure"),
     [

@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -103,7 +104,8 @@ def _reading_other_processes() -> str:
     """Whether UCX could use its transport cma here. The agent works without it."""
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = (ctypes.c_size_t * 2)(0, 1)
-    with subprocess.Popen(["sleep", "60"]) as other:
+    # A small container may have no program besides Python, not even sleep.
+    with subprocess.Popen([sys.executable, "-IS", "-c", "import time; time.sleep(60)"]) as other:
         # Address 0 is not mapped, but the kernel checks the permission first.
         libc.process_vm_readv(other.pid, nothing, 1, nothing, 1, 0)
         answer = "allowed" if ctypes.get_errno() == errno.EFAULT else f"refused, {os.strerror(ctypes.get_errno())}"
