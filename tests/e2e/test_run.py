@@ -143,6 +143,7 @@ time.sleep(60)
         ("raise KeyError('the cause')", 1, "KeyError: 'the cause'"),
         ("sys.exit(7)", 7, r"worker1 \(pid \d+ on \S+\) ended with exit code 7"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"worker1 \(pid \d+ on \S+\) ended with SIGKILL"),
+        ("os.kill(os.getpid(), 40)", 168, r"worker1 \(pid \d+ on \S+\) ended with signal 40"),
     ],
 )
 def test_first_failure_ends_the_job_with_its_code_and_traceback(how: str, code: int, last: str) -> None:

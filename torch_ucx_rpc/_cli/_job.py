@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._cli import _children
 from torch_ucx_rpc._cli._output import WorkerOutput
-from torch_ucx_rpc._cli._signals import Signals
+from torch_ucx_rpc._cli._signals import Signals, signal_name
 from torch_ucx_rpc._cli._starter.client import Starter
 from torch_ucx_rpc._launch.environment import default_name
 
@@ -320,7 +320,7 @@ class JobAgent(LocalElasticAgent):
         # Failures without a traceback stay in the order in which they were found.
         rank, failure = min(result.failures.items(), key=order)
         name, code = self._names.names[rank], failure.exitcode
-        end = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        end = f"exit code {code}" if code > 0 else signal_name(-code)
         return Failure(
             f"{name} (pid {failure.pid} on {socket.gethostname()}) ended with {end}",
             exit_code=code if code > 0 else 128 - code,

@@ -1,4 +1,4 @@
-"""`Signals`: the signals that end a job, noted for the agent to find."""
+"""`Signals`, the signals that end a job, noted for the agent to find; and the names of all signals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import signal
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal. Python has no names for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Signals:

@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from torch_ucx_rpc._cli._signals import signal_name
 from torch_ucx_rpc._cli._starter.reasons import difference
 from torch_ucx_rpc._cli._starter.sitecustomize import VARIABLE
 
@@ -187,7 +187,7 @@ class Starter:
                         return reason
                     assert self._process is not None
                     code = self._process.wait()
-                    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                    end = signal_name(-code) if code < 0 else f"exit code {code}"
                     return f"the process that imports {', '.join(self._preload)} has ended with {end}"
 
     def _go_over_to_exec(self, reason: str) -> None:
