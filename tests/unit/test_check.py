@@ -72,6 +72,8 @@ def test_containers_on_one_machine_are_advised_to_share_memory() -> None:
         (["-n", "1"], "-n must be at least 2"),
         (["-n", "two"], "invalid int value: 'two'"),
         (["--timeout", "0"], "--timeout must be a number of seconds above 0"),
+        (["--timeout", "nan"], "--timeout must be a number of seconds above 0"),
+        (["--timeout", "inf"], "--timeout must be a number of seconds above 0, at most 1000000; it cannot be inf"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

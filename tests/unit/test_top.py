@@ -9,6 +9,7 @@ import io
 import pytest
 from rich.console import Console
 
+from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc import Latencies, PeerStatistics, Statistics
 from torch_ucx_rpc._cli import top
 from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US
@@ -94,3 +95,11 @@ def test_error_of_one_worker_keeps_the_figures_of_others() -> None:
     lines = picture(120)
     assert any(line.startswith(" 3 ") and line.rstrip().endswith("…") for line in lines)
     assert {"calls", "p99", "failed", "pool"} <= set(lines[1].split())
+
+
+@pytest.mark.parametrize("interval", ["0", "nan", "inf", "1e300"])
+def test_an_interval_that_cannot_be_waited_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--interval", interval])
+    assert ended.value.code == ExitCode.WRONG_ARGUMENTS
+    assert "--interval must be a number of seconds above 0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Output of the commands: a console of the package rich, progress bars, and units as text."""
+"""Output of the commands: a console of the package rich, progress bars, and units as text. And a check of times."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     import rich.console
 
 T = TypeVar("T")
+
+# Python and UCX can wait so long. Nobody wants more than these eleven days.
+_MOST_SECONDS = 1e6
+
+
+def check_seconds(arguments: argparse.Namespace, option: str, seconds: float) -> None:
+    """End the command unless this is a time that it can wait. NaN is none."""
+    if not 0 < seconds <= _MOST_SECONDS:
+        arguments.error(
+            f"{option} must be a number of seconds above 0, at most {_MOST_SECONDS:.0f}; it cannot be {seconds:g}"
+        )
 
 
 def console(arguments: argparse.Namespace) -> rich.console.Console:

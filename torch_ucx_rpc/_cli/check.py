@@ -25,7 +25,7 @@ import torch_ucx_rpc
 from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc import _agent
 from torch_ucx_rpc._bootstrap import network, record
-from torch_ucx_rpc._cli._console import console, human_bytes, human_us, with_progress
+from torch_ucx_rpc._cli._console import check_seconds, console, human_bytes, human_us, with_progress
 from torch_ucx_rpc._launch.environment import find_launch
 
 _SHARED_MEMORY = ("sysv/", "posix/", "xpmem/", "cma/", "knem/")
@@ -80,8 +80,7 @@ class Pair:
 def main(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         console(arguments)
-    if arguments.timeout <= 0:
-        arguments.error(f"--timeout must be a number of seconds above 0; it cannot be {arguments.timeout:g}")
+    check_seconds(arguments, "--timeout", arguments.timeout)
     try:
         launch = find_launch(os.environ)
     except ValueError as error:

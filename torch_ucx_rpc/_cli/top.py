@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc import Latencies, Statistics
-from torch_ucx_rpc._cli._console import console, human_bytes, human_us
+from torch_ucx_rpc._cli._console import check_seconds, console, human_bytes, human_us
 from torch_ucx_rpc._observe import socket as observation
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ _THERE = ("present", "resuming", "leaving")
 def main(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.once:
         arguments.error("--json goes with --once")
-    if arguments.interval <= 0:
-        arguments.error(f"--interval must be a number of seconds above 0; it cannot be {arguments.interval:g}")
+    check_seconds(arguments, "--interval", arguments.interval)
     out = None if arguments.json else console(arguments)
     jobs = jobs_of_this_host()
     if arguments.pid is not None:
