@@ -12,7 +12,8 @@ from rich.console import Console
 from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc import Latencies, PeerStatistics, Statistics
 from torch_ucx_rpc._cli import top
-from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US
+from torch_ucx_rpc._cli._console import console
+from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, ServiceStatistics
 
 SLOW_US = 12_345
 
@@ -95,6 +96,16 @@ def test_error_of_one_worker_keeps_the_figures_of_others() -> None:
     lines = picture(120)
     assert any(line.startswith(" 3 ") and line.rstrip().endswith("…") for line in lines)
     assert {"calls", "p99", "failed", "pool"} <= set(lines[1].split())
+
+
+def test_names_that_look_like_markup_appear_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["score[fp16]", "score[int8]", "score[/x]", ":cat:"]
+    services = tuple(ServiceStatistics(name=name, replicas=(), calls=1, errors=0, open=0) for name in names)
+    view = top.View(1.0, {0: dataclasses.replace(statistics(0, 1), name="ps:cat:0", services=services)})
+    out = console(argparse.Namespace())
+    out.print(top._picture(None, view, argparse.Namespace(peers=False, services=True), out))
+    shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "ps" in line]
+    assert shown == [[name, "ps:cat:0"] for name in sorted(names)]
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "inf", "1e300"])

@@ -30,7 +30,8 @@ def console(arguments: argparse.Namespace) -> rich.console.Console:
         import rich.console
     except ImportError:
         arguments.error("this command needs the package rich: pip install rich")
-    return rich.console.Console(soft_wrap=False)
+    # Names of services may have brackets, and names of workers colons.
+    return rich.console.Console(soft_wrap=False, markup=False, emoji=False)
 
 
 def with_progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
