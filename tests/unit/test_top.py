@@ -108,6 +108,25 @@ def test_names_that_look_like_markup_appear_as_they_are(capsys: pytest.CaptureFi
     assert shown == [[name, "ps:cat:0"] for name in sorted(names)]
 
 
+def test_each_table_is_written_at_once_to_a_pipe() -> None:
+    out = Console(width=120, file=io.StringIO())
+    workers = [dataclasses.replace(statistics(0, 1), name=f"trainer{count}") for count in range(3)]
+    first, *later = (top.View(float(count), {0: worker}) for count, worker in enumerate(workers))
+    written = []
+
+    class Job:
+        def view(self) -> top.View:
+            written.append(out.file.getvalue())
+            return later.pop(0) if later else top.View(9.0, {})
+
+    arguments = argparse.Namespace(peers=False, services=False, interval=0.001)
+    top._watch(Job(), out, first, arguments)
+    for count, text in enumerate(written):
+        assert f"trainer{count}" in text
+        assert f"trainer{count + 1}" not in text
+    assert out.file.getvalue().endswith("top: the workers on this host have ended.\n")
+
+
 @pytest.mark.parametrize("interval", ["0", "nan", "inf", "1e300"])
 def test_an_interval_that_cannot_be_waited_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

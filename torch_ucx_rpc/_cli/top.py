@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -118,11 +119,19 @@ def jobs_of_this_host() -> list[Job]:
 def _watch(job: Job, out: Any, view: View, arguments: argparse.Namespace) -> None:
     from rich.live import Live
 
-    with Live(_picture(None, view, arguments, out), console=out, auto_refresh=False, screen=out.is_terminal) as live:
+    first = _picture(None, view, arguments, out)
+    with contextlib.ExitStack() as stack:
+        if out.is_terminal:
+            live = stack.enter_context(Live(first, console=out, auto_refresh=False, screen=True))
+            show = functools.partial(live.update, refresh=True)
+        else:
+            # For a file or a pipe, Live would write nothing before the end.
+            show = out.print
+            show(first)
         while view.workers:
             time.sleep(arguments.interval)
             before, view = view, job.view()
-            live.update(_picture(before, view, arguments, out), refresh=True)
+            show(_picture(before, view, arguments, out))
     out.print("top: the workers on this host have ended.")
 
 
