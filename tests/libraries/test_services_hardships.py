@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed.rpc as rpc
+from torch.futures import Future
 
 from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc
 from torch_ucx_rpc import services
@@ -308,6 +309,45 @@ def answer_at_once_by_mistake(rank: int, steps: Steps) -> None:
         eventually(lambda: services.statistics()[0].errors == 1, "it counts as an error")
         assert services.statistics()[0].open == 0
     steps.meet("over", rank, 2)
+
+
+@rpc.functions.async_execution
+def pass_on(name: str) -> Future[Any]:
+    return services.call_async(name)
+
+
+@rpc.functions.async_execution
+def fail_later() -> Future[Any]:
+    future: Future[Any] = Future()
+    threading.Timer(0.05, future.set_exception, (KeyError("later"),)).start()
+    return future
+
+
+def raise_at_once() -> None:
+    raise KeyError("at once")
+
+
+def test_a_service_that_fails_later_raises_at_its_caller(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, fail_in_a_future, Steps(tmp_path))
+
+
+def fail_in_a_future(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        services.register("behind", raise_at_once, idempotent=True)
+        services.register("later", fail_later)
+    if rank == 2:
+        services.register("gateway", pass_on, idempotent=True)
+    steps.meet("registered", rank, 3)
+    if rank == 0:
+        for name, arguments, text in (("gateway", ("behind",), "at once"), ("later", (), "later")):
+            with pytest.raises(RuntimeError, match=rf"KeyError.*{text}"):
+                services.call(name, *arguments)
+        with pytest.raises(RuntimeError, match=r"KeyError.*at once"):
+            rpc.rpc_sync("worker2", pass_on, args=("behind",))
+    steps.meet("called", rank, 3)
+    if rank > 0:
+        counts = {each.name: (each.calls, each.errors, each.open) for each in services.statistics()}
+        assert counts == ({"behind": (2, 2, 0), "later": (1, 1, 0)} if rank == 1 else {"gateway": (1, 1, 0)})
 
 
 def test_a_wait_without_a_timeout_ends_with_rpc(run_on_both: RunWorkers) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.futures import Future
 
-from torch_ucx_rpc._workers.futures import fail
+from torch_ucx_rpc._workers.futures import _Failed, fail
 from torch_ucx_rpc.errors import WorkerLost
 
 
@@ -84,3 +84,7 @@ def test_exceptions_that_cannot_be_remade_are_raised_as_they_are() -> None:
     fail(future, Unlike(1, 2))
     with pytest.raises(Unlike, match="1 and 2"):
         future.wait()
+
+
+def test_the_value_of_a_failed_future_reads_like_its_exception() -> None:
+    assert str(_Failed(ValueError("the step has failed"))) == "the step has failed"

@@ -5,9 +5,13 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from typing import Any
 
+from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
+
+from torch_ucx_rpc._workers.lost import current_agent
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
@@ -18,6 +22,9 @@ def fail(future: Future[Any], error: BaseException) -> None:
     frames of the waiting threads. A frame that refers to the future closes a cycle that is never freed. Objects that
     these frames refer to stay too, such as tensors and agents of earlier lives. Here each wait raises a copy, and the
     kept exception has no traceback.
+
+    A function with ``rpc.functions.async_execution`` may return the future. Its caller then gets the exception too,
+    where `set_exception` would make the exception the result of the call.
     """
     _drop_tracebacks(error)
 
@@ -25,7 +32,27 @@ def fail(future: Future[Any], error: BaseException) -> None:
         raise _copy_of(error) from error.__cause__
 
     future._set_unwrap_func(raise_copy)
-    future.set_result(error)
+    future.set_result(_Failed(error))
+
+
+def answer_of(error: BaseException) -> RemoteException:
+    """Return what torch sends in place of a result when a function has raised this exception."""
+    text = "".join(traceback.format_exception(error))
+    return RemoteException(f"On {current_agent().get_worker_info()}:\n{error!r}\n{text}", type(error))
+
+
+class _Failed:
+    """The value of a future that has failed. It travels as `answer_of` the exception."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteException, tuple(answer_of(self._error))
+
+    def __str__(self) -> str:
+        # DDP puts the value of a hook's failed future into its own error.
+        return str(self._error)
 
 
 def _drop_tracebacks(error: BaseException) -> None:

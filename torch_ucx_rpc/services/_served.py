@@ -10,6 +10,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
+from torch_ucx_rpc._workers.futures import answer_of
 from torch_ucx_rpc.services._directory import directory
 from torch_ucx_rpc.services._errors import NotServed, text_of_not_served
 
@@ -60,12 +61,14 @@ def serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
     service.calls += 1
     service.open += 1
 
-    def end(done: Future[Any]) -> None:
+    def answer(done: Future[Any]) -> Any:
         service.open -= 1
         try:
-            done.value()
-        except Exception:
+            return done.value()
+        except Exception as error:
             service.errors += 1
+            # torch would send an exception of Future.set_exception as a result.
+            return answer_of(error)
 
     try:
         future = service.value(*args, **kwargs)
@@ -75,9 +78,8 @@ def serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
                 f"{service.name!r} is decorated with rpc.functions.async_execution, so it must return a "
                 f"torch.futures.Future; it has returned {future!r}"
             )
-        future.add_done_callback(end)
+        return future.then(answer)
     except BaseException:
         service.errors += 1
         service.open -= 1
         raise
-    return future
