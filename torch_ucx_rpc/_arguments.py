@@ -5,6 +5,7 @@ Each check takes the value last, and the argument's name first; `check_timeout` 
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from typing import Any
@@ -62,6 +63,9 @@ def check_timeout(value: object) -> None:
     # Accept all that torch accepts, NumPy's numbers too.
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise wrong_type("timeout", "a number of seconds, 0 for no limit", value)
+    # A wait until then would never end.
+    if math.isnan(value):
+        raise wrong_value("timeout", "a number of seconds, 0 for no limit", value)
 
 
 def check_path(argument: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -195,6 +196,13 @@ def test_wrong_argument_is_named(name: str, argument: str, value: Any) -> None:
     said = str(refused.value)
     assert re.search(rf"\b{argument}\b", said), said
     assert f"got {value!r} ({type(value).__name__})" in said
+
+
+@pytest.mark.parametrize("door", ["channel.Channel.take", "channel.Channel.put", "services.call", "services.wait_for"])
+def test_a_timeout_is_not_nan(door: str) -> None:
+    function, right = CALLS[door]
+    with pytest.raises(ValueError, match=r"timeout must be a number of seconds.* got nan \(float\)"):
+        call(function, {**right, "timeout": math.nan})
 
 
 def test_every_public_function_is_tried() -> None:
