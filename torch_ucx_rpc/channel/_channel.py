@@ -192,6 +192,10 @@ class Channel:
         """Drop all values of the group, and end waits for them with EpochEnded.
 
         A new `Channel`, or `advance`, opens the group again. Until then `put` and `take` raise EpochEnded.
+
+        Values that come later wait for that, and count toward the bounds of `put`. So close a group when its last value
+        has been taken. On other backends than UCX such values are refused, if their epoch is not later than the last
+        one here. So open the group again in a later epoch.
         """
         self._slots.close(self._group)
 
