@@ -14,6 +14,7 @@ import torch.distributed.rpc as rpc
 from tests.libraries._jobs import KILLED, die
 from tests.support.workers import Steps
 from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.channel._rpc_slots import RpcSlots
 from torch_ucx_rpc.errors import CallTimedOut, EpochEnded, NotRunning, WorkerLost
 
 RunWorkers = Callable[..., list]
@@ -404,3 +405,19 @@ def name_wrong_values(rank: int) -> None:
 def test_a_channel_needs_rpc() -> None:
     with pytest.raises(NotRunning, match="init_rpc"):
         Channel("x")
+
+
+def test_close_during_a_refusal_finds_whole_records() -> None:
+    slots = RpcSlots("worker0")
+
+    class Refused(dict):
+        def __setitem__(self, key: object, why: object) -> None:
+            # close() reads these records on another thread.
+            assert slots._changed._is_owned()
+            super().__setitem__(key, why)
+
+    slots._refused, slots._lent = Refused(), {"worker1": 8}
+    sent: torch.futures.Future = torch.futures.Future()
+    sent.set_result("worker 'worker1' is in epoch 2")
+    slots._end(sent, "group", 1, "worker1", 8)
+    assert slots._refused == {("group", 1, "worker1"): "worker 'worker1' is in epoch 2"}

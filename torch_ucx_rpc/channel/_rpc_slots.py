@@ -179,12 +179,14 @@ class RpcSlots:
         return True
 
     def _end(self, sent: torch.futures.Future[str | None], group: str, epoch: int, to: str, size: int) -> None:
+        why = None
+        with contextlib.suppress(RuntimeError):
+            why = sent.value()
         with self._changed:
             self._lent[to] -= size
-            self._changed.notify_all()
-        with contextlib.suppress(RuntimeError):
-            if (why := sent.value()) is not None:
+            if why is not None:
                 self._refused[group, epoch, to] = why
+            self._changed.notify_all()
 
 
 class _Sent:
