@@ -44,6 +44,7 @@ class ExitCode(enum.IntEnum):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names (default: this process's arguments), and return its exit code."""
+    _open_closed_streams()
     arguments = _parser().parse_args(argv)
     command = importlib.import_module(f"torch_ucx_rpc._cli.{arguments.command}")
     try:
@@ -55,6 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BROKEN
     return code
+
+
+def _open_closed_streams() -> None:
+    """Send to nowhere what this process writes to a stream that it was started without, as by ``>&-``.
+
+    Otherwise Python has None there, and the next files that are opened get the numbers of the streams.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _parser() -> argparse.ArgumentParser:

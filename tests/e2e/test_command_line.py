@@ -104,6 +104,21 @@ def test_a_reader_that_has_gone_ends_info_without_a_traceback(options: list[str]
     assert process.returncode == ExitCode.BROKEN
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "1 2", "0 1 2"])
+@pytest.mark.parametrize("arguments", ["info --json", "run -n 1 -c pass"])
+def test_commands_run_without_the_standard_streams(arguments: str, closed: str) -> None:
+    code = f"""
+import os, sys
+for number in map(int, {closed.split()}):
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "torch_ucx_rpc", *{arguments.split()}])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # ---- Wrong arguments -------------------------------------------------------------------------------------------------
 
 
