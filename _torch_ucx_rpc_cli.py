@@ -199,7 +199,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="write the output of workers to files <name>.stdout and <name>.stderr in this folder",
+        help="write the output of workers to files <name>.stdout and <name>.stderr in this folder, over those of an "
+        "earlier run",
     )
     machines = parser.add_argument_group("several machines: the same command on each")
     machines.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines of the job (default: 1)")
