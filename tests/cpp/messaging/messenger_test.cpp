@@ -289,6 +289,27 @@ TEST_F(MessengerTest, NeighbourOfADeafWorkerUsesTheNetworkToo) {
   EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "a peer of another machine has no shared memory to leave";
 }
 
+TEST_F(MessengerTest, TwoDeafNeighboursTellEachOtherOnce) {
+  one_.peer(1).isNeighbour.store(true);
+  two_.peer(0).isNeighbour.store(true);
+  network_.makeDeaf();
+  int told = 0;
+  network_.setFault([&](const wire::Header& header, SendMode /*mode*/) {
+    told += header.kind == Kind::kUseNetwork;
+    return Fate::kDeliver;
+  });
+  testing::internal::CaptureStderr();
+  for (TestWorker* worker : {&one_, &two_}) {
+    worker->messenger.requestRepair();
+    worker->advance(milliseconds(20));
+  }
+  exchangeAll();
+  (void)testing::internal::GetCapturedStderr();
+  EXPECT_EQ(told, 2);
+  EXPECT_TRUE(one_.peer(1).isOverNetwork.load());
+  EXPECT_TRUE(two_.peer(0).isOverNetwork.load());
+}
+
 // ------------------------------------------------------------------------------------------------------------- joins
 
 TEST_F(MessengerTest, JoinOfAStrangerIsRefusedUntilJoinsAreAccepted) {

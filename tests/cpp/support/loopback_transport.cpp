@@ -211,6 +211,9 @@ class LoopbackTransport final : public Transport {
     return {"loopback/memory"};
   }
 
+  RepairState repairState() override {
+    return network_->isDeaf_.load() ? RepairState::kUnrepairable : RepairState::kWhole;
+  }
   void abandon(EndpointId endpoint) override {
     if (!endpoints_[endpoint].failure) {
       fail(endpoint, {ErrorCode::kCanceled, "the endpoint was abandoned"});

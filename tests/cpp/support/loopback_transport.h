@@ -68,6 +68,11 @@ class LoopbackNetwork {
     areOriginsInternal_.store(true);
   }
 
+  // From now on the shared memory of all transports is beyond repair.
+  void makeDeaf() {
+    isDeaf_.store(true);
+  }
+
   // Behaves as if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
   void kill(const std::string& name);
 
@@ -97,6 +102,7 @@ class LoopbackNetwork {
   std::atomic<uint64_t> mixedRendezvous_{0};
   std::atomic<bool> areReceivesStalled_{false};
   std::atomic<bool> areOriginsInternal_{false};
+  std::atomic<bool> isDeaf_{false};
   Error deviceMemoryRefusal_; // constant once there are transports
 
   std::mutex mutex_;

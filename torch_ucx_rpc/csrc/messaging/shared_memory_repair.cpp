@@ -71,6 +71,9 @@ bool SharedMemoryRepair::moveWithWorkerLock(Connection& connection) {
   if (!connection.peer().isNeighbour.load()) {
     return true; // a peer of another machine has no shared memory to leave
   }
+  if (connection.peer().isOverNetwork.load()) {
+    return true; // both have moved: two deaf workers would tell each other without end
+  }
   const Error error = outbox_.moveToNetwork(connection);
   if (!error && isDeaf_) {
     outbox_.sendControl(connection.peer(), wire::Kind::kUseNetwork);
