@@ -10,7 +10,7 @@ import pytest
 
 from torch_ucx_rpc._workers import epochs
 from torch_ucx_rpc._workers.epochs import Epochs
-from torch_ucx_rpc._workers.messages import Epoch, Member
+from torch_ucx_rpc._workers.messages import Epoch, Member, Prepare
 
 # `make nightly` runs twenty times as many.
 FACTOR = int(os.environ.get("SCHEDULES", "1"))
@@ -376,6 +376,15 @@ def test_a_candidate_that_cannot_win_lets_another_stand() -> None:
     line.kill(0, 3)
     line.wait(3 * LIMIT)
     assert line.ranks(1) == line.ranks(2) == [1, 2]
+
+
+def test_a_candidate_lists_the_dead_of_its_epoch_only() -> None:
+    former, *members = (Member(rank, f"w{rank}", 100 + rank) for rank in range(4))
+    candidate = Epochs(members[1], LIMIT, 0.0, Epoch(7, tuple(members), members[0]))
+    for one in (former, members[0]):
+        candidate.die(one, 0.0)
+    asked = [message for _, message in candidate.take_outgoing() if isinstance(message, Prepare)]
+    assert [message.dead for message in asked] == [(members[0],)]
 
 
 @pytest.mark.parametrize("cut_off", [1.2, 1.5, 1.8, 2.2])

@@ -422,7 +422,9 @@ class Epochs:
             return
         message: Message
         if attempt.value is None:
-            message = Prepare(self.epoch, attempt.ballot, tuple(self.dead))
+            # In a long-lived group, most of the dead were members of earlier epochs.
+            dead = tuple(one for one in self.epoch.members if one in self.dead)
+            message = Prepare(self.epoch, attempt.ballot, dead)
             asked = dict.fromkeys(self.epoch.members)
         else:
             message = Propose(self.epoch, attempt.ballot, attempt.value, now)

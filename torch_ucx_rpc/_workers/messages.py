@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """A candidate asks for promises, and lists dead members."""
+    """A candidate asks for promises, and lists the dead members of the epoch."""
 
     epoch: Epoch
     ballot: Ballot
