@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import pytest
@@ -258,6 +259,58 @@ def test_rref_in_an_abandoned_call_is_freed() -> None:
         busy.wait()
         del rref
         assert_all_freed("worker1")
+
+
+def lock_with(value: object) -> tuple:
+    return rpc.RRef(value), torch.ones(12345), threading.Lock()
+
+
+def kept_tensors() -> int:
+    gc.collect()
+    return sum(type(thing) is torch.Tensor and thing.numel() == 12345 for thing in gc.get_objects())
+
+
+# Plain torch keeps the RRefs and tensors that it has pickled before it fails, and shutdown() waits for the RRefs.
+@pytest.mark.ucx_only
+@over_shared_memory
+@in_worker0(of=2, silent=False)
+def test_rrefs_in_messages_that_cannot_be_sent_are_freed() -> None:
+    unsendable = (threading.Lock(), torch.ones(2, device="meta"))
+    for argument in unsendable:
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            theirs, mine = rpc.remote("worker1", Counter), rpc.RRef(Counter())
+            with pytest.raises((TypeError, RuntimeError), match="cannot"):
+                call("worker1", print, args=([theirs, mine, torch.ones(12345), argument],))
+            with pytest.raises((TypeError, RuntimeError), match="cannot"):
+                theirs.rpc_sync().add(argument)
+    with pytest.raises(RuntimeError, match="cannot pickle"):
+        rpc.rpc_sync("worker1", lock_with, args=(Counter(),))
+    del theirs, mine
+    assert_all_freed("worker0", "worker1")
+    assert kept_tensors() == 0
+    assert rpc.rpc_sync("worker1", kept_tensors) == 0
+
+
+class CallsAndFails:
+    """Its pickling makes a call, and then fails."""
+
+    def __reduce__(self) -> tuple:
+        assert rpc.rpc_sync("worker1", owned_here) >= 0
+        raise TypeError("this stays where it is")
+
+
+@pytest.mark.ucx_only
+@over_shared_memory
+@in_worker0(of=2)
+def test_rrefs_are_freed_if_the_pickling_makes_a_call() -> None:
+    mine = rpc.RRef(Counter())
+    with pytest.raises(TypeError, match="stays where it is"):
+        rpc.rpc_sync("worker1", print, args=([mine, CallsAndFails()],))
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        rpc.rpc_sync("worker1", print, args=([mine],), timeout="soon")
+    assert mine.to_here().add(1) == 1
+    del mine
+    assert_all_freed("worker0")
 
 
 @in_every_worker(of=4)

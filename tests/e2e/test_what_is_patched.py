@@ -32,6 +32,11 @@ PATCHED = {
     # The exception of a callee.
     "torch.distributed.rpc.internal._handle_exception",
     "torch.distributed.rpc.internal.deserialize",
+    # What remains of a message that cannot be pickled or sent.
+    "torch.distributed.rpc.api._invoke_rpc_python_udf",
+    "torch.distributed.rpc.api._invoke_remote_python_udf",
+    "torch.distributed.rpc.internal._InternalRPCPickler.serialize",
+    "torch._C._distributed_rpc.PyRRef._serialize",
     # How values are pickled, and how Python's own pickle treats the type of a callee's exception.
     "torch.distributed.rpc.internal._internal_rpc_pickler._dispatch_table",
     "copyreg.dispatch_table[torch_ucx_rpc._torch.exceptions._TypeOfBoth]",

@@ -22,7 +22,7 @@ from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc
 from torch_ucx_rpc import _agent, _start, errors
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
-from torch_ucx_rpc._torch import arrays, exceptions, replace, shutdown, sparse
+from torch_ucx_rpc._torch import arrays, exceptions, replace, shutdown, sparse, unsent
 
 # The functions of torch that `register` replaces, and that the replacements call.
 _torchs_wait_all_workers = api._wait_all_workers
@@ -54,6 +54,7 @@ def register() -> None:
     * ``Future.wait`` answers Ctrl-C, for every future. It does not drive the future's call.
     * An exception of the callee keeps its type, in ``rpc_sync`` and in futures. The error of a callee that cannot
       unpickle the arguments keeps its type too.
+    * A message that cannot be pickled or sent keeps no tensor and no reference to an RRef.
     * Python functions can return sparse tensors of compressed layouts.
     * Arrays in arguments and results travel as tensors, and futures know their device memory.
 
@@ -79,7 +80,11 @@ def register() -> None:
     api._invoke_rpc = _invoke_rpc
     api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
     api._destroy_rref_context = _agent.destroy_rref_context  # type: ignore[assignment, attr-defined]
+    api._invoke_rpc_python_udf = unsent.nothing_left(api._invoke_rpc_python_udf)  # type: ignore[attr-defined]
+    api._invoke_remote_python_udf = unsent.nothing_left(api._invoke_remote_python_udf)  # type: ignore[attr-defined]
     torch._C.Future.wait = _wait_for_future  # type: ignore[assignment, method-assign]
+    internal._InternalRPCPickler.serialize = unsent.serialize  # type: ignore[method-assign]
+    _distributed_rpc.PyRRef._serialize = unsent.serialize_rref  # type: ignore[assignment, method-assign]
     _internal_rpc_pickler._dispatch_table = arrays.Reducers(_internal_rpc_pickler._dispatch_table)
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
     # Every call of a Python function pickles a PythonUDF, and pickle looks no further than this table for its reducer.

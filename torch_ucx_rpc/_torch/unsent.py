@@ -1,0 +1,85 @@
+"""Messages that are pickled in part, or pickled and refused by the agent, leave nothing behind.
+
+For each RRef that torch pickles, the sender or the owner begins to wait for news of the receiver's reference. If the
+message never leaves, no news comes: the value stays, and a graceful shutdown waits 100 s for it. So this worker
+receives these references in the receiver's stead, and drops them. torch also keeps the tensors that it has collected
+before an object that cannot be pickled. So this module releases them.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._C._distributed_rpc import PyRRef
+from torch.distributed.rpc import internal
+
+_torchs_serialize = internal._InternalRPCPickler.serialize
+_torchs_serialize_rref = PyRRef._serialize
+
+
+class _OfThread(threading.local):
+    # The references in the message that this thread is pickling; None if it pickles none.
+    pickling: list[Any] | None = None
+    # The references in the message that this thread has pickled, and not sent yet.
+    pickled: Sequence[Any] = ()
+
+
+_of_thread = _OfThread()
+
+
+# Every call runs this function, twice.
+def serialize(pickler: Any, value: Any) -> Any:
+    """Replaces torch's ``_InternalRPCPickler.serialize``."""
+    # The pickling of an object may make a call of its own.
+    outer, outer_tensors = _of_thread.pickling, getattr(internal._thread_local_tensor_tables, "send_tables", None)
+    references: list[Any] = []
+    _of_thread.pickling = references
+    try:
+        pickled = _torchs_serialize(pickler, value)
+    except BaseException:
+        if outer_tensors is None:
+            vars(internal._thread_local_tensor_tables).pop("send_tables", None)
+        else:
+            internal._thread_local_tensor_tables.send_tables = outer_tensors
+        _take_back(references)
+        raise
+    finally:
+        _of_thread.pickling = outer
+    _of_thread.pickled = references
+    return pickled
+
+
+def serialize_rref(rref: PyRRef[Any]) -> Any:
+    """Replaces torch's ``PyRRef._serialize``, which makes a reference for the receiver."""
+    reference = _torchs_serialize_rref(rref)
+    if _of_thread.pickling is not None:
+        _of_thread.pickling.append(reference)
+    return reference
+
+
+def nothing_left(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of torch that sends what this thread has pickled, or raises."""
+
+    @functools.wraps(send)
+    def send_or_take_back(*arguments: Any) -> Any:
+        references, _of_thread.pickled = _of_thread.pickled, ()
+        try:
+            return send(*arguments)
+        except BaseException:
+            _take_back(references)
+            raise
+
+    return send_or_take_back
+
+
+def _take_back(references: Sequence[Any]) -> None:
+    for reference in references:
+        # RPC may have been shut down.
+        with contextlib.suppress(RuntimeError):
+            PyRRef._deserialize(reference)
