@@ -241,6 +241,23 @@ def test_exceptions_of_the_callee_keep_type_and_message() -> None:
                 assert word in str(raised.value)
 
 
+def fail_saying(text: str) -> None:
+    raise LookupError(text)
+
+
+# If the exception does not keep torch's description of it alive, to_here() ends the process.
+@over_shared_memory
+@in_worker0(of=2, silent=False)
+def test_exceptions_with_long_texts_arrive() -> None:
+    text = "long " * 10_000 + "to the end"
+    for call in (
+        lambda: rpc.rpc_sync("worker1", fail_saying, args=(text,)),
+        lambda: rpc.remote("worker1", fail_saying, args=(text,)).to_here(),
+    ):
+        with pytest.raises((LookupError, RuntimeError), match="to the end"):
+            call()
+
+
 @over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_callee_exceptions_are_tensorpipes_runtime_errors_too() -> None:

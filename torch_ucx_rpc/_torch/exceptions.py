@@ -56,15 +56,17 @@ _lock = threading.Lock()
 
 def handle_exception(result: Any) -> None:
     """Replaces torch's ``internal._handle_exception``: raises the exception of the callee, if ``result`` is one."""
+    # In `to_here`, torch drops ``result`` without the GIL, so the traceback must keep it alive: leave the name to it.
+    readable = result
     if isinstance(result, internal.RemoteException) and len(result.msg) > _LONGEST_BEGINNING + _LONGEST_END:
-        result = result._replace(msg=_shortened(result.msg))
+        readable = result._replace(msg=_shortened(result.msg))
     try:
-        _torchs_handle_exception(result)
+        _torchs_handle_exception(readable)
     except Exception as error:
         # The beginning of pybind11's text for a Python exception (error_already_set::what).
         text = f"{type(error).__name__}: {error}"
         with _lock:
-            _remembered[text] = result
+            _remembered[text] = readable
             _remembered.move_to_end(text)
             if len(_remembered) > _MOST_REMEMBERED:
                 _remembered.popitem(last=False)
