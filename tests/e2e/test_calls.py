@@ -258,6 +258,24 @@ def test_exceptions_with_long_texts_arrive() -> None:
             call()
 
 
+UNUSUAL_TEXTS = {r"no \Users here \x": r"no \Users here \x", "Größe 漢字": "Größe 漢字", "a\0b": r"a\x00b"}
+
+
+# Plain torch raises a UnicodeDecodeError instead, or alters the text.
+@pytest.mark.ucx_only
+@over_shared_memory
+@in_worker0(of=2, silent=False)
+def test_exceptions_with_unusual_texts_arrive() -> None:
+    for text, arrives in UNUSUAL_TEXTS.items():
+        for call in (
+            lambda text=text: rpc.rpc_sync("worker1", fail_saying, args=(text,)),
+            lambda text=text: rpc.remote("worker1", fail_saying, args=(text,)).to_here(),
+        ):
+            with pytest.raises(LookupError) as raised:
+                call()
+            assert str(raised.value).rstrip().endswith(f"LookupError: {arrives}")
+
+
 @over_shared_memory
 @in_worker0(of=2, silent=False)
 def test_callee_exceptions_are_tensorpipes_runtime_errors_too() -> None:

@@ -19,6 +19,27 @@ def test_the_end_of_a_long_message_arrives(message: str) -> None:
         exceptions.handle_exception(internal.RemoteException(text, ValueError))
 
 
+@pytest.mark.parametrize(
+    ("text", "arrives"),
+    [
+        ("KeyError('a\\nb') at\nline", "KeyError('a\nb') at\nline"),
+        (r"C:\Users \x \u \N{no such name} \\d", r"C:\Users \x \u \N{no such name} \d"),
+        ("Größe \\é 漢字 \U0001f600", "Größe \\é 漢字 \U0001f600"),
+        ("a\0b", r"a\x00b"),
+        ("lone \udc80", r"lone \udc80"),
+        ("the end \\", "the end \\"),
+    ],
+    ids=["escapes", "backslashes", "letters", "nul", "surrogate", "end"],
+)
+def test_any_text_arrives_with_its_type(text: str, arrives: str) -> None:
+    with pytest.raises(ArithmeticError) as raised:
+        exceptions.handle_exception(internal.RemoteException(text, ArithmeticError))
+    assert str(raised.value) == arrives
+    again = exceptions.original(f"ArithmeticError: {arrives}\n\nAt:\n  somewhere")
+    assert isinstance(again, ArithmeticError)
+    assert str(again) == arrives
+
+
 def test_a_value_of_an_unknown_class_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = types.ModuleType("theirs")
     exec("class Value: pass", theirs.__dict__)

@@ -43,6 +43,10 @@ _MOST_REMEMBERED = 1024
 _LONGEST_BEGINNING = 2 * 1024
 _LONGEST_END = 30 * 1024
 
+# torch decodes escapes in the text, since the repr of an exception has some. But it fails at other backslashes, as in
+# "C:\\Users", and makes several letters of Latin-1 of each letter beyond ASCII. So these become escapes first.
+_NOT_DECODABLE = re.compile(r"""(?P<escape>\\[\\'"nrt])|(?P<lost>[\0\ud800-\udfff])|\\|[^\0-\x7f]""")
+
 # The answer of an RRef owner's agent, made without a Python function. torch sends the text alone.
 _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
@@ -58,8 +62,9 @@ def handle_exception(result: Any) -> None:
     """Replaces torch's ``internal._handle_exception``: raises the exception of the callee, if ``result`` is one."""
     # In `to_here`, torch drops ``result`` without the GIL, so the traceback must keep it alive: leave the name to it.
     readable = result
-    if isinstance(result, internal.RemoteException) and len(result.msg) > _LONGEST_BEGINNING + _LONGEST_END:
-        readable = result._replace(msg=_shortened(result.msg))
+    if isinstance(result, internal.RemoteException):
+        text = result.msg if len(result.msg) <= _LONGEST_BEGINNING + _LONGEST_END else _shortened(result.msg)
+        readable = result._replace(msg=_NOT_DECODABLE.sub(_escaped, text))
     try:
         _torchs_handle_exception(readable)
     except Exception as error:
@@ -80,6 +85,15 @@ def _shortened(text: str) -> str:
     end = text[-_LONGEST_END:]
     end = end.partition("\n")[2] or end[max(0, end.find("\\")) :]
     return f"{beginning}\n[... {len(text) - len(beginning) - len(end)} characters left out ...]\n{end}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    if found["escape"]:
+        return found[0]
+    if found["lost"]:
+        # C++ would end the text at NUL, and Python cannot encode a lone surrogate: show the escape.
+        return f"\\\\{'x00' if found[0] == chr(0) else f'u{ord(found[0]):04x}'}"
+    return f"\\U{ord(found[0]):08x}"
 
 
 def original(text: str) -> Exception | None:
