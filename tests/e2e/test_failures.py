@@ -66,6 +66,11 @@ def see_a_worker_die(rank: int) -> None:
             start = time.monotonic()
             assert failure_of(lambda: rpc.rpc_sync("worker1", echo, (1,)), WorkerLost).name == "worker1"
             assert time.monotonic() - start < 0.5 + stalls.seconds()
+            # rpc.remote() or to_here() raises it: torch looks at the call at once, and the agent may be faster.
+            for _ in range(10):
+                error = failure_of(lambda: rpc.remote("worker1", echo, (1,)).to_here(), WorkerLost)
+                assert (error.name, error.rank, error.host) == ("worker1", 1, host)
+                assert error.cause
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
         rpc.rpc_sync("worker2", let_go)
     else:

@@ -8,6 +8,7 @@ import types
 import pytest
 from torch.distributed.rpc import internal
 
+from torch_ucx_rpc import errors
 from torch_ucx_rpc._torch import exceptions
 from torch_ucx_rpc.pipeline._exchange import decode, encode
 
@@ -38,6 +39,17 @@ def test_any_text_arrives_with_its_type(text: str, arrives: str) -> None:
     again = exceptions.original(f"ArithmeticError: {arrives}\n\nAt:\n  somewhere")
     assert isinstance(again, ArithmeticError)
     assert str(again) == arrives
+
+
+def test_the_text_of_a_lost_worker_makes_its_exception() -> None:
+    worker = "worker 'ps' (rank 1, pid 77 on node07)"
+    lost = exceptions.original(f"lost {worker}: it has died or cannot be reached any more (its process has ended)")
+    assert isinstance(lost, errors.WorkerLost)
+    assert (lost.name, lost.rank, lost.host, lost.cause) == ("ps", 1, "node07", "its process has ended")
+    left = exceptions.original(f"{worker} has left the group")
+    assert isinstance(left, errors.WorkerLeft)
+    assert (left.name, left.rank, left.host) == ("ps", 1, "node07")
+    assert exceptions.original(f"ValueError: lost {worker}") is None
 
 
 def test_a_value_of_an_unknown_class_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,11 @@ _NOT_DECODABLE = re.compile(r"""(?P<escape>\\[\\'"nrt])|(?P<lost>[\0\ud800-\udff
 # The answer of an RRef owner's agent, made without a Python function. torch sends the text alone.
 _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
+# The agent's sentences about a worker that is gone. torch keeps only the sentence if rpc.remote() fails at once.
+_WORKER = r"worker '(?P<name>[^']*)' \(rank (?P<rank>\d+), pid \d+ on (?P<host>[^)]*)\)"
+_LOST = rf"(?s)lost {_WORKER}: it has died or cannot be reached any more \((?P<cause>.*)\)"
+_LEFT = rf"{_WORKER} (has left the group|is leaving the group|has shut down its RPC agent)"
+
 # torch's error for any use of an RRef that torch or the agent has marked as timed out.
 _NO_OBJECT = "RRef creation via rpc.remote() timed out"
 
@@ -103,6 +108,10 @@ def original(text: str) -> Exception | None:
     if text.startswith(_NO_OBJECT):
         why = "rpc.remote() timed out, or the RRef's owner is gone and another worker has its rank"
         return errors.RRefLost(f"{text} ({why})", cause=why)
+    for kind, sentence in ((errors.WorkerLost, _LOST), (errors.WorkerLeft, _LEFT)):
+        if gone := re.fullmatch(sentence, text):
+            fields = gone.groupdict()
+            return kind(text, **{**fields, "rank": int(fields["rank"])})
     if not _remembered:
         return None
     # The rest of the text says where in this process the exception was first raised.
