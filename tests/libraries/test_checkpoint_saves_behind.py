@@ -227,6 +227,24 @@ def test_plain_objects_are_saved_unchanged(tmp_path, disk):
     assert found["file"].getvalue() == b"abc"
 
 
+def test_values_under_keys_other_than_strings_are_loaded(tmp_path):
+    def scheduler() -> Any:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    checkpoint.save({"best": {1: 0.5, 2: torch.ones(2)}, (3, "x"): "y", "scheduler": scheduler()}, tmp_path)
+    found: dict[Any, Any] = {"best": {1: 0.0, 2: torch.zeros(2)}, (3, "x"): "", "scheduler": scheduler()}
+    # What has been loaded can be saved again.
+    for _ in range(2):
+        checkpoint.load(found, tmp_path)
+        assert list(found["best"]) == [1, 2]
+        assert found["best"][1] == 0.5
+        assert found["best"][2].tolist() == [1, 1]
+        assert found[3, "x"] == "y"
+        assert sorted(found["scheduler"].milestones.elements()) == [2, 4]
+        checkpoint.save(found, tmp_path)
+
+
 def test_an_unpicklable_state_fails_at_once(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="planning a checkpoint failed"):
         checkpoint.save({"x": lambda: 0}, tmp_path, asynchronous=True)

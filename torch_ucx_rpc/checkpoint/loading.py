@@ -28,6 +28,7 @@ from torch_ucx_rpc.checkpoint.parts import (
     check_wishes,
     drop_everywhere,
     parts_of,
+    restore_keys,
     run_everywhere,
     under,
 )
@@ -152,6 +153,7 @@ def _read(session: str, plan: LoadPlan) -> None:
     with torch.no_grad():
         for bite in _bites(plan) if isinstance(reader, FileSystemReader) else (plan,):
             reader.read_data(bite, planner).wait()
+    restore_keys(state)
     for place, part in parts:
         found = state
         for key in place:

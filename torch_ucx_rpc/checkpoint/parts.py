@@ -28,6 +28,7 @@ __all__ = [
     "check_wishes",
     "drop_everywhere",
     "parts_of",
+    "restore_keys",
     "run_everywhere",
     "under",
 ]
@@ -175,8 +176,23 @@ def under(path: Path, inner: dict[str, Any], into: dict[str, Any]) -> None:
     for key, value in inner.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             under((), dict(value), into[key])
+        elif isinstance(value, dict):
+            # A copy of the same type: a scheduler has a Counter.
+            into[key] = value.copy()
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def restore_keys(value: Any) -> None:
+    """Put what DCP has read under the keys of the template. DCP turns keys into strings, so it has put values other
+    than tensors beside those of keys such as numbers."""
+    if isinstance(value, dict):
+        for key in list(value):
+            if not isinstance(key, str) and str(key) in value:
+                value[key] = value.pop(str(key))
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            restore_keys(inner)
 
 
 # ------------------------------------------------------------------------------------------------ on many workers
