@@ -245,6 +245,18 @@ def test_values_under_keys_other_than_strings_are_loaded(tmp_path):
         checkpoint.save(found, tmp_path)
 
 
+def test_metadata_that_cannot_be_read_are_a_checkpoint_error(tmp_path):
+    state = {"x": torch.zeros(())}
+    checkpoint.save(state, tmp_path)
+    for damaged in (b"", b"\x80"):
+        (tmp_path / ".metadata").write_bytes(damaged)
+        with pytest.raises(checkpoint.CheckpointError, match="metadata"):
+            checkpoint.load(state, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(checkpoint.CheckpointError, match="NotADirectoryError"):
+        checkpoint.load(state, tmp_path / "file")
+
+
 def test_an_unpicklable_state_fails_at_once(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="planning a checkpoint failed"):
         checkpoint.save({"x": lambda: 0}, tmp_path, asynchronous=True)

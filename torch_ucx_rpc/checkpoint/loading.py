@@ -80,13 +80,13 @@ def load(
         turn, storage_reader = _turn_in(path), storage.Reader(path)
         if not pathlib.Path(path).is_dir():
             # This raises the error for a folder without a checkpoint.
-            storage_reader.read_metadata()
+            _check_metadata(storage_reader)
     planner = DefaultLoadPlanner() if planner is None else planner
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
     try:
         with turn:
-            storage_reader.read_metadata()
+            _check_metadata(storage_reader)
             plans = run_everywhere(
                 "reading a checkpoint",
                 _plan,
@@ -99,6 +99,19 @@ def load(
     except BaseException:
         drop_everywhere(_forget, (session,), mine)
         raise
+
+
+def _check_metadata(reader: StorageReader) -> None:
+    """Raise FileNotFoundError without metadata, and CheckpointError if they cannot be read."""
+    try:
+        reader.read_metadata()
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        where = str(getattr(reader, "path", reader))
+        raise CheckpointError(
+            f"the metadata of the checkpoint at {where!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
