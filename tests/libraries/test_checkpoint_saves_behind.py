@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.workers import Steps
 from torch_ucx_rpc import checkpoint
@@ -255,6 +260,26 @@ def test_metadata_that_cannot_be_read_are_a_checkpoint_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(checkpoint.CheckpointError, match="NotADirectoryError"):
         checkpoint.load(state, tmp_path / "file")
+
+
+class FullDisk(io.FileIO):
+    """A file for which the disk has a few bytes left."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def test_a_save_onto_a_full_disk_says_so(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def open_on_a_full_disk(self: Any, path: Any, mode: str) -> Iterator[FullDisk]:
+        with FullDisk(path, mode) as file:
+            yield file
+
+    monkeypatch.setattr(FileSystem, "create_stream", open_on_a_full_disk)
+    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+        checkpoint.save({"x": torch.zeros(1 << 20)}, tmp_path)
 
 
 def test_an_unpicklable_state_fails_at_once(tmp_path):

@@ -226,6 +226,11 @@ def _write(session: str, plan: SavePlan) -> list[Any]:
     planner, writer, copies = _planned.take(session)
     try:
         results: list[Any] = writer.write_data(planner.finish_plan(plan), planner).wait()
+    except RuntimeError as error:
+        # torch.save hides an error of the disk behind one of its own.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     finally:
         _give_back(copies)
     return results
