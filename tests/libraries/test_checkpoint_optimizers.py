@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ._jobs import drive, on, reference_step, small_model
 from ._pipelines import make_pipe
@@ -184,6 +185,32 @@ def refuse_groups_of_a_pipeline(folder: str) -> None:
 
 def test_other_groups_of_a_pipelines_optimizer_are_refused(tmp_path):
     drive(refuse_groups_of_a_pipeline, 3, str(tmp_path))
+
+
+def refuse_numbers(folder: str) -> None:
+    """Load the state of an optimizer in one process, which numbers the parameters and does not name them."""
+    from torch_ucx_rpc import checkpoint
+
+    model = small_model()
+    optimizer = momentum(model.parameters())
+    learn(model, optimizer, 1)
+    checkpoint.save({"model": model, "optim": optimizer}, folder)
+    pipe = make_pipe(small_model(1), ["worker0", "worker1"])
+    ours = pipe.optimizer(torch.optim.SGD, lr=1.0, momentum=0.9)
+    before = pipe.state_dict()
+    with pytest.raises(checkpoint.CheckpointError, match=r"'optim'.*names"):
+        checkpoint.load({"model": pipe, "optim": ours}, folder)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    with pytest.raises(ValueError, match="names"):
+        ours.load_state_dict(optimizer.state_dict())
+    assert ours.param_groups[0]["lr"] == 1.0
+    ours.load_state_dict(get_optimizer_state_dict(model, optimizer))
+    assert ours.param_groups[0]["lr"] == 0.1
+    assert len(ours.state_dict()["state"]) == 8
+
+
+def test_a_state_without_the_names_of_parameters_is_refused(tmp_path):
+    drive(refuse_numbers, 2, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------- optimizers of pipelines

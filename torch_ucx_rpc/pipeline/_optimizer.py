@@ -3,7 +3,7 @@ worker has one for its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -105,9 +105,21 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Raises ValueError for another number of parameter groups."""
+        """Load the result of `state_dict`. Raises ValueError for another number of parameter groups, or if the names of
+        all parameters are others."""
+        self._check_names(state_dict["state"])
         self.load_groups(state_dict["param_groups"])
         self._recovery.do(self._crew.do, "set_state", state_dict, "optimizer", self._number)
+
+    def _check_names(self, found: Collection[Any]) -> None:
+        """Raise ValueError for a state that has nothing for any parameter."""
+        if found and self._model.parameters.keys().isdisjoint(found):
+            some = ", ".join(map(repr, sorted(found, key=str)[:3]))
+            raise ValueError(
+                f"it has the state of parameters {some}, and the pipeline has no parameters of these names. The state "
+                f"of an optimizer in one process gets its names by "
+                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)."
+            )
 
     def groups_by_name(self) -> list[dict[str, Any]]:
         """Return the parameter groups for a checkpoint, with names in place of parameters."""
@@ -121,6 +133,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
         def groups_room(saved: Mapping[Any, Any]) -> dict[str, Any]:
             check_groups(len(self.param_groups), saved)
+            self._check_names({path[1] for path in saved if path[0] == "state" and len(path) > 1})
             return room_for({path: kind for path, kind in saved.items() if path[0] == "param_groups"}, {})
 
         def set_groups(state: dict[str, Any]) -> None:
