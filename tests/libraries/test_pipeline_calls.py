@@ -47,6 +47,21 @@ def test_a_failed_backward_is_undone() -> None:
     drive(fail_on_the_way_back, 3)
 
 
+def differentiate_twice() -> None:
+    pipe = make_pipe(small_model())
+    x = torch.randn(8, 8, requires_grad=True)
+    [gradient] = torch.autograd.grad(pipe(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (x.sum() + gradient.square().sum()).backward()
+    # Without a graph of the gradient everything is as usual.
+    [again] = torch.autograd.grad(pipe(x).square().sum(), x)
+    assert torch.equal(again, gradient)
+
+
+def test_a_call_has_no_second_derivative() -> None:
+    drive(differentiate_twice, 3)
+
+
 def call_and_drop() -> None:
     from torch_ucx_rpc.pipeline import StageError
 

@@ -240,7 +240,7 @@ class DistributedPipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch, on the CPU. In grad mode its backward works once, and runs on the
-        stages.
+        stages. There are no second derivatives: with ``create_graph=True`` their backward raises RuntimeError.
 
         The result concatenates the outputs of the micro-batches along dimension 0. Outputs that do not fit become a
         list. Any number of calls may wait for their backward, so loops over the model work. Once the output of a call

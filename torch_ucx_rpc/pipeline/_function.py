@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from torch_ucx_rpc.pipeline._batches import Batches
@@ -84,6 +85,7 @@ class _Node(torch.autograd.Function):
         return tuple(one.view_as(one) for one in rest[count:])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         if not call.forget.alive:
