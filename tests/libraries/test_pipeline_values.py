@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
@@ -124,3 +125,46 @@ def train_with_dataclasses() -> None:
 
 def test_dataclasses_between_stages_carry_gradients() -> None:
     drive(train_with_dataclasses, 3)
+
+
+class Hiding:
+    """An object in which no stage looks for tensors."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x)
+        return y, [Hiding(y if (x > 100).any() else y.detach())]
+
+
+class Seeks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, given: Any) -> torch.Tensor:
+        y, [hiding] = given
+        return self.inner(y + hiding.x)
+
+
+def hide_a_tensor() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    pipe = make_pipe([Hides(), Seeks()])
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    # An object may have tensors that want no gradient.
+    pipe.step(x, target=y)
+    with pytest.raises(StageError, match=r"stage 0 .* inside a Hiding"):
+        pipe.step(x + 200, target=y)
+    pipe.evaluate(x + 200, target=y)
+
+
+def test_a_gradient_that_could_not_come_back_is_an_error() -> None:
+    drive(hide_a_tensor, 3)

@@ -17,7 +17,7 @@ from torch.distributed.rpc.internal import _internal_rpc_pickler
 from torch_ucx_rpc._workers.lost import timed_out, was_lost
 from torch_ucx_rpc.channel._channel import slots
 from torch_ucx_rpc.errors import EpochEnded
-from torch_ucx_rpc.pipeline._values import to_device
+from torch_ucx_rpc.pipeline._values import flatten, to_device
 
 __all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode", "encode", "open_to_send", "put"]
 
@@ -163,7 +163,8 @@ class Exchange:
         return decode(value)
 
     def send(self, slot: Slot, value: Any) -> None:
-        """Send to the stage that the slot is for. Raises AbortedError and LostPeerError, and pickle's errors."""
+        """Send to the stage that the slot is for. Raises AbortedError and LostPeerError, pickle's errors, and TypeError
+        for a value whose gradient could not come back."""
         kind, stage = slot[:2]
         route = self._routes[stage]
         if route is None:
@@ -176,6 +177,8 @@ class Exchange:
         if (kind == "F" and value[1] is None) or (kind == "B" and len(value) == 1 and value[0] is not None):
             value = value[0]
         encoded = encode(value)
+        if kind == "F":
+            _check_gradients(value, encoded[0])
         while not self._is_called_off():
             try:
                 put(box, self.epoch, worker, self._tag(slot), encoded, _SLICE_S)
@@ -187,6 +190,21 @@ class Exchange:
 
     def _tag(self, slot: Slot) -> str:
         return f"{self.number}{slot}"
+
+
+def _check_gradients(packet: Any, tensors: list[torch.Tensor]) -> None:
+    """Raise TypeError if a tensor that wants a gradient is in an object that hides it: its gradient would be lost."""
+    if any(one.requires_grad for one in tensors):
+        leaves, _ = flatten(packet)
+        hiding = {type(one).__name__ for one in leaves if not isinstance(one, torch.Tensor) and _hides(one)}
+        raise TypeError(
+            f"the stage returns a tensor that wants a gradient inside a {' or '.join(sorted(hiding))}, from which no "
+            f"gradient can come back: return tensors alone, or in tuples, lists, dicts or dataclasses, or detach() it"
+        )
+
+
+def _hides(value: Any) -> bool:
+    return any(one.requires_grad for one in encode((value,))[0])
 
 
 def _failure_of(worker: str, error: RuntimeError) -> Exception:
