@@ -191,5 +191,28 @@ def use_torchs_names() -> None:
         make_pipe(small_model(), chunks=None, n_microbatches=0)
 
 
+def of_two_parts(output: torch.Tensor, target: torch.Tensor) -> Any:
+    return F.mse_loss(output, target), output.square().mean()
+
+
+def without_a_gradient(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(F.mse_loss(output, target).item())
+
+
+def refuse_losses() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    for loss, said in ((of_two_parts, "two values with a gradient"), (without_a_gradient, "train nothing")):
+        pipe = make_pipe(small_model(), loss=loss)
+        with pytest.raises(StageError, match=said):
+            pipe.step(x, target=y)
+    assert pipe.evaluate(x, target=y) > 0
+
+
+def test_a_loss_that_trains_nothing_is_refused(backend):
+    drive(refuse_losses, 3, backend=backend)
+
+
 def test_torchs_names_of_arguments_are_accepted():
     drive(use_torchs_names, 3)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_ucx_rpc.pipeline import _backward
 from torch_ucx_rpc.pipeline._build import restored
 from torch_ucx_rpc.pipeline._partition import DRIVER, INPUT, Edge, StageSpec, fill
-from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device, unpack
+from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, tensors_of, to_device, unpack
 
 __all__ = ["Autocast", "Loss", "Request", "Stage"]
 
@@ -181,6 +181,7 @@ class Stage:
             sent[DRIVER], _ = pack(result)
         if grad:
             if loss is not None:
+                self._check_differentiable(loss, result)
                 graph.loss = loss.value
                 graph.seed = self._seed(loss, request)
             self.graphs[request.call, number] = graph
@@ -198,6 +199,17 @@ class Stage:
             return output, result, None
         assert self.loss is not None
         return output, result, _loss_of(self.loss(result, *to_device(target, self.device)), self.loss)
+
+    def _check_differentiable(self, loss: Loss, output: Any) -> None:
+        """Raise ValueError if the loss lost the graph. A count of 0 may come with a constant."""
+        if loss.value.requires_grad or loss.counted == 0:
+            return
+        # The model may be frozen as a whole.
+        if any(one.requires_grad for one in tensors_of(output)):
+            raise ValueError(
+                f"the loss {_name_of(self.loss)} returned a value that has no gradient, so the step would train "
+                f"nothing: compute it from the output without item(), detach() or no_grad()"
+            )
 
     def _seed(self, loss: Loss, request: Request) -> torch.Tensor:
         """Return the gradient with which the backward begins: the same for all micro-batches, and for most steps."""
@@ -331,15 +343,23 @@ def _part(output: Any, edge: Edge) -> Any:
 def _loss_of(found: Any, function: Callable[..., Any]) -> Loss:
     value, count = found, None
     if isinstance(found, tuple) and len(found) == 2 and all(_is_number(one) for one in found):
+        if isinstance(found[1], torch.Tensor) and found[1].requires_grad:
+            raise ValueError(
+                f"the loss {_name_of(function)} returned two values with a gradient, and the second of two values must "
+                f"be a count: return the sum of both, or (sum, count)"
+            )
         value, count = found[0], float(found[1])
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return Loss(value if value.dim() == 0 else value.reshape(()), count)
     text = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
-    name = getattr(function, "__name__", type(function).__name__)
     raise ValueError(
-        f"the loss {name} must return a scalar for each micro-batch, but returned {text}. Let it take the mean "
-        f'(reduction="mean"), return (sum, count), or return the one of its values that is to be minimized.'
+        f"the loss {_name_of(function)} must return a scalar for each micro-batch, but returned {text}. Let it take "
+        f'the mean (reduction="mean"), return (sum, count), or return the one of its values that is to be minimized.'
     )
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_number(value: Any) -> bool:
