@@ -212,6 +212,33 @@ def test_traced_model_has_named_arguments_and_an_eval_graph() -> None:
     drive(call_traced, 3)
 
 
+class TakesMeans(nn.Module):
+    """A model that computes with the size of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(hidden + hidden.sum(0, keepdim=True).expand(x.shape[0], -1) / x.shape[0])
+
+
+def trace_one_sample() -> None:
+    x, y = torch.randn(10, 8), torch.randn(10, 4)
+    pipe, model = make_pipe(TakesMeans(), sample=x[:1]), TakesMeans()
+    # Micro-batches of 3, 3, 2 and 2 samples, and of one.
+    for size in (10, 4):
+        loss = pipe.step(x[:size], target=y[:size])
+        assert torch.equal(loss, reference_step(model, F.mse_loss, 4, x[:size], target=y[:size]))
+    assert_equal_gradients(pipe, model)
+
+
+def test_a_model_traced_with_one_sample_takes_any_batch() -> None:
+    drive(trace_one_sample, 3)
+
+
 class OnlyInEvaluation(nn.Module):
     """A model whose first part has a layer that training does not run."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import nn
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed.nn.api.remote_module import _RemoteModule
@@ -25,7 +26,7 @@ from torch_ucx_rpc.pipeline._partition import (
     parameter_count,
     tie,
 )
-from torch_ucx_rpc.pipeline._values import batch_size, split
+from torch_ucx_rpc.pipeline._values import batch_size, map_tensors, split
 
 __all__ = ["divide"]
 
@@ -74,6 +75,8 @@ def _sample(sample: Any, chunks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # Leave at least two samples: tracing would treat a dimension of size 1 as a constant.
     if size is not None and size >= 2 * chunks:
         args, kwargs = split((args, kwargs), chunks)[0]
+    elif size == 1:
+        args, kwargs = map_tensors(lambda one: torch.cat([one, one]) if one.dim() > 0 else one, (args, kwargs))
     return args, kwargs
 
 
