@@ -122,6 +122,24 @@ def test_output_of_weights_alone_has_its_gradient_in_two_halves() -> None:
     drive(train_what_depends_on_weights_alone, 3)
 
 
+def look_for_gradients() -> None:
+    from torch_ucx_rpc.pipeline import PipelineError
+
+    pipe = make_pipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
+    before = pipe.gradients()
+    # torch's functions find no gradients here, and would do nothing.
+    with pytest.raises(PipelineError, match=r"pipe\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+    with pytest.raises(PipelineError, match=r"pipe\.zero_grad"):
+        next(pipe.parameters()).grad = None
+    assert all(torch.equal(value, before[name]) for name, value in pipe.gradients().items())
+
+
+def test_a_parameter_says_where_its_gradient_is() -> None:
+    drive(look_for_gradients, 3)
+
+
 # --------------------------------------------------------------------------------------- calls that never get there
 
 

@@ -272,7 +272,7 @@ class DistributedPipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the undivided model's names, and parameters with shape and dtype but without values (on the meta
-        device)."""
+        device). Their ``grad`` raises PipelineError: see `gradients`, `clip_grad_norm_` and `zero_grad`."""
         return iter(self._model.parameters.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -33,6 +33,27 @@ class Parts(NamedTuple):
         return self.parts
 
 
+class RemoteParameter(nn.Parameter):
+    """A parameter as the driver knows it: shape, type and ``requires_grad``, but neither values nor a gradient.
+
+    Without an error, functions that look for gradients, such as ``torch.nn.utils.clip_grad_norm_``, would do nothing.
+    """
+
+    @property
+    def grad(self) -> Any:
+        raise PipelineError(_WHERE_GRADIENTS_ARE)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        raise PipelineError(_WHERE_GRADIENTS_ARE)
+
+
+_WHERE_GRADIENTS_ARE = (
+    "the gradient of a pipeline's parameter is on its worker: call pipe.clip_grad_norm_(), pipe.zero_grad() or "
+    "pipe.gradients(), which returns copies"
+)
+
+
 class RemoteModel:
     """The stages of a pipeline. It belongs to the driver's thread.
 
@@ -140,7 +161,7 @@ class RemoteModel:
         for stage in sorted(found):
             for name, shape, dtype, requires_grad in found[stage]:
                 if name not in lent:
-                    made[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+                    made[name] = RemoteParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
             info = self.partition.infos[stage]
             if info.parameters is None:
                 info.parameters = sum(torch.Size(shape).numel() for _, shape, _, _ in found[stage])
