@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from ._jobs import drive, drive_with_deaths, kill, reference_step, small_model
+from ._jobs import drive, drive_with_deaths, kill, on, processes_of, reference_step, small_model
 from ._pipelines import assert_equal_gradients, make_pipe
+from .test_pipeline_results import sum_of_squares
 
 
 def assert_step_is_as_in_one_process(
@@ -193,6 +197,43 @@ class SlowWhereWeightsAreOwned(torch.optim.SGD):
         super().step(closure)
         if len(self.param_groups[0]["params"]) == 2:
             time.sleep(0.5)
+
+
+class Interrupting(nn.Module):
+    """A module that presses Ctrl-C in the driver if a value exceeds 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            on("worker0", os.kill, processes_of("worker0"), signal.SIGINT)
+        return self.inner(x)
+
+
+def interrupt_a_step() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for loss in (F.mse_loss, sum_of_squares):
+        torch.manual_seed(0)
+        model = nn.Sequential(Interrupting(), nn.Linear(8, 4))
+        pipe = make_pipe(model, loss=loss)
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        bad = x.clone()
+        bad[0] = 200.0
+        expected = pipe.step(x, target=y)
+        before = pipe.gradients()
+        for call in (partial(pipe.step, target=y), pipe):
+            with pytest.raises(KeyboardInterrupt):
+                call(bad)
+            assert all(torch.equal(value, before[name]) for name, value in pipe.gradients().items())
+        assert torch.equal(pipe.step(x, target=y), expected)
+        for name, value in pipe.gradients().items():
+            torch.testing.assert_close(value, 2 * before[name])
+
+
+def test_an_interrupted_step_is_undone() -> None:
+    drive(interrupt_a_step, 3)
 
 
 class NotToBeSent:

@@ -4,7 +4,8 @@
 
 1. The driver numbers its messages of an epoch from 0. Every host carries them out in turn. The driver waits for the
    results of the last one only.
-2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, or the driver has given a worker up.
+2. An epoch ends *at* a message, by the driver's ``cut``: a message has failed, the driver has given a worker up, or
+   Ctrl-C has interrupted a call.
    Every host carries out the messages before that one, and no others. A host that has already carried out its call
    undoes it. A host with a failure carries out nothing more. The driver's questions repeat the cut, so no host misses
    it. A host may learn from another that the epoch is over. It then stops its call, and waits for the cut.
@@ -158,6 +159,8 @@ class Crew:
         self._step_timeout = math.inf if step_timeout is None else step_timeout
         # Number of the next message.
         self._number = 0
+        # Number of a call whose results the driver has given up.
+        self._called_off: int | None = None
         # Orders that travel with the next message: arguments by name.
         self._quiet: dict[str, tuple[Any, ...]] = {}
         self._forgotten: list[int] = []
@@ -194,7 +197,14 @@ class Crew:
         """Do the same as `do`, with separate arguments for each worker."""
         tag = self._send(name, arguments, is_answered=True)
         epoch = self.present
-        results = self._gather(tag)
+        try:
+            results = self._gather(tag)
+        except BaseException:
+            if name == "run":
+                # Ctrl-C, or an answer that cannot be unpickled. Do not wait for the hosts, which may be busy for long.
+                self._called_off = int(tag)
+                epoch.end(self._called_off)
+            raise
         if epoch.gone:
             epoch.end(0)
         if epoch.cut is None:
@@ -207,6 +217,7 @@ class Crew:
         """Send a message to all workers, and return the tag of their results. Raises pickle's errors before it sends
         anything."""
         self.check()
+        self._end_call_off()
         forgotten, self._forgotten = self._forgotten, []
         if forgotten:
             self.later("forget", [*self._quiet.get("forget", ([],))[0], *forgotten])
@@ -229,6 +240,16 @@ class Crew:
             self._begin_epoch()
             raise
         return str(message.number)
+
+    def _end_call_off(self) -> None:
+        """If the last call was interrupted, wait until all hosts have undone it. Raises the error of an order before
+        that call, and StageLostError."""
+        number, self._called_off = self._called_off, None
+        if number is not None:
+            ended = self.present
+            self._begin_epoch()
+            if ended.gone or any(failed < number for failed, _ in ended.failures):
+                raise self._error_of(ended)
 
     def _put(self, row: int, message: _Message, orders: Any) -> None:
         """Put a message into the box of a worker, or give the worker up."""
