@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from tests.support.workers import Steps
+from tests.support.workers import Steps, run_program
 from torch_ucx_rpc import checkpoint
 from torch_ucx_rpc.checkpoint import loading, saving, storage
 
@@ -68,6 +68,20 @@ def test_saves_into_one_folder_end_in_their_order(tmp_path, disk):
     assert all(future.done() for future in futures)
     (tmp_path / "other").rename(tmp_path.with_name("other"))
     assert holds(tmp_path) == 4.0
+
+
+def test_a_program_ends_after_its_last_save(tmp_path):
+    [ended] = run_program(f"""
+        import threading, torch
+        from torch_ucx_rpc import checkpoint
+        from torch_ucx_rpc.checkpoint import storage
+
+        write = storage.Writer.write_data
+        storage.Writer.write_data = lambda *args: threading.main_thread().join() or write(*args)
+        checkpoint.save({{"x": torch.tensor(3.0)}}, {str(tmp_path)!r}, asynchronous=True)
+    """)
+    assert ended.returncode == 0, ended.stderr
+    assert holds(tmp_path) == 3.0
 
 
 def test_a_failed_save_delays_no_later_save(tmp_path, disk, monkeypatch):

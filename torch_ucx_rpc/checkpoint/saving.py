@@ -90,7 +90,8 @@ def save(
             path counts from this process's directory. `save` removes the files of an earlier checkpoint in the folder
             once the new one is whole.
         asynchronous (bool): return as soon as each worker has copied its part, and write in the background (default:
-            False). Saves into one folder take turns, those of one process in the order of their calls.
+            False). The process does not end before the checkpoint is written. Saves into one folder take turns, those
+            of one process in the order of their calls.
         storage_writer (StorageWriter): DCP's, such as ``FsspecWriter("s3://...")`` (default: None, files in a folder).
             Each worker gets a pickled copy. ``path``, if given, resets it. The writer's own rules decide what a save
             does to an earlier checkpoint. Saves do not take turns.
@@ -156,7 +157,10 @@ def save(
     arguments = (future, place, finish)
     if asynchronous:
         try:
-            Thread(_finish_into, arguments, name=f"checkpoint {session}").start()
+            thread = Thread(_finish_into, arguments, name=f"checkpoint {session}")
+            # The end of a program waits for its last checkpoint.
+            thread.daemon = False
+            thread.start()
         except RuntimeError:  # this process can start no thread
             _finish_into(*arguments)
         return future
