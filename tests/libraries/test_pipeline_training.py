@@ -565,6 +565,10 @@ def look(folder: str) -> None:
     assert all(one["dur"] > 0 for one in events)
     with pytest.raises(ValueError, match=r"a Chrome trace, with a path that ends in \.json"):
         pipe.trace(Path(folder, "step.txt"), x, target=y)
+    pipe.zero_grad()
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        pipe.trace(Path(folder, "nothing", "step.json"), x, target=y)
+    assert all(gradient is None for gradient in pipe.gradients().values())
 
 
 def test_the_partition_is_printed_and_a_step_is_traced(tmp_path):

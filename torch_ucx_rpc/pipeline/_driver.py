@@ -399,7 +399,7 @@ class DistributedPipeline:
         Times come from the workers' clocks, so times of two hosts can be compared only as far as their clocks agree.
 
         The arguments after ``path`` are those of `step`. Returns the loss. Raises ValueError unless ``path`` ends in
-        ``.json``, and the errors of `step`.
+        ``.json``, FileNotFoundError without its folder, and the errors of `step`.
         """
         self._check_loss("trace")
         _show.check_path(path)

@@ -45,9 +45,11 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backwa
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError unless the path ends in .json."""
+    """Raise ValueError unless the path ends in .json, and FileNotFoundError without its folder."""
     if Path(path).suffix.lower() != ".json":
         raise ValueError(f"{os.fspath(path)!r}: a trace is a Chrome trace, with a path that ends in .json")
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"{os.fspath(path)!r}: there is no folder {str(Path(path).parent)!r} for the trace")
 
 
 def write_chrome(path: Any, events: Events, workers: Sequence[str]) -> None:
