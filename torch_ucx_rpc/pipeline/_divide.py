@@ -91,6 +91,8 @@ def _sequential(
     kwargs: dict[str, Any],
     has_sample: bool,
 ) -> Partition:
+    if any((model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)):
+        raise ValueError("the model has hooks, and no stage is the whole model: register them on its layers")
     # named_children() would list a layer that occurs twice only once.
     layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
     if len(layers) < stages:
