@@ -362,7 +362,8 @@ class DistributedPipeline:
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:
         """Read a checkpoint that `save` has written, by this pipeline or by one with other stages, and drop the
-        gradients. The default is the last checkpoint that this pipeline has saved or loaded.
+        gradients. The default is the last checkpoint that this pipeline has saved or loaded. Make the optimizers
+        first: one that is made later begins with an empty state.
 
         Raises ValueError without a path if there is none, FileNotFoundError if the path has no checkpoint, and
         CheckpointError if the checkpoint does not fit.
