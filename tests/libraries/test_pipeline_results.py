@@ -214,5 +214,34 @@ def test_a_loss_that_trains_nothing_is_refused(backend):
     drive(refuse_losses, 3, backend=backend)
 
 
+class Weighted(nn.CrossEntropyLoss):
+    """A loss with a tensor, which knows whether it was moved to a device."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.was_moved = False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_moved = True
+        return super()._apply(*args, **kwargs)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert self.was_moved
+        return super().forward(output, target)
+
+
+def weigh_classes() -> None:
+    x, y = torch.randn(8, 8), torch.arange(8) % 4
+    loss = Weighted()
+    for worker in ("worker1", "worker0"):
+        pipe = make_pipe(small_model(), [worker], loss=loss, chunks=1)
+        torch.testing.assert_close(pipe.step(x, target=y), F.cross_entropy(small_model()(x), y, weight=loss.weight))
+    assert not loss.was_moved
+
+
+def test_a_loss_with_tensors_moves_to_the_stages_device(backend):
+    drive(weigh_classes, 2, backend=backend)
+
+
 def test_torchs_names_of_arguments_are_accepted():
     drive(use_torchs_names, 3)

@@ -61,13 +61,15 @@ class Stages:
         self.config = config
         self._exchange = exchange
         self._device = torch.device(config.device)
+        # A loss may have tensors, such as the weights of classes. This host has a copy of its own.
+        loss = config.loss.to(self._device) if isinstance(config.loss, nn.Module) else config.loss
         self.by_index = {
             spec.index: Stage(
                 spec,
                 _build.on_worker(spec, self._device),
                 self._device,
                 rematerialize=config.rematerialize,
-                loss=config.loss,
+                loss=loss,
             )
             for spec in config.specs
         }
