@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from torch_ucx_rpc.pipeline._divide import divide
+
 from ._jobs import drive, drive_with_deaths, kill, on, reference_step
 from ._pipelines import PassOn, assert_equal_gradients, make_pipe
 
@@ -210,6 +212,16 @@ def call_traced() -> None:
 
 def test_traced_model_has_named_arguments_and_an_eval_graph() -> None:
     drive(call_traced, 3)
+
+
+def test_a_sequential_with_hooks_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    dividing = {"balance": None, "sample": None, "split_spec": None, "chunks": 1}
+    assert len(divide(model, 2, **dividing).specs) == 2
+    model.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ValueError, match="hooks"):
+        divide(model, 2, **dividing)
 
 
 class TakesMeans(nn.Module):
