@@ -296,6 +296,17 @@ def test_a_save_onto_a_full_disk_says_so(tmp_path, monkeypatch):
         checkpoint.save({"x": torch.zeros(1 << 20)}, tmp_path)
 
 
+def test_objects_with_an_empty_state_are_loaded(tmp_path):
+    state: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu", enabled=False), "model": nn.Identity(), "epoch": 3}
+    checkpoint.save(state, tmp_path)
+    state["epoch"] = 0
+    checkpoint.load(state, tmp_path)
+    assert state["epoch"] == 3
+    state["scaler"] = torch.amp.GradScaler("cpu")
+    with pytest.raises(checkpoint.CheckpointError, match="nothing under 'scaler'"):
+        checkpoint.load(state, tmp_path)
+
+
 def test_an_unpicklable_state_fails_at_once(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="planning a checkpoint failed"):
         checkpoint.save({"x": lambda: 0}, tmp_path, asynchronous=True)

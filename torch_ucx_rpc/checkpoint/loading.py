@@ -141,7 +141,7 @@ def _plan(
         }
         if not saved and part.optional:
             continue
-        if not saved:
+        if not saved and _has_values(part.collect(*part.args)):
             raise CheckpointError(
                 f"{where} has nothing under {'.'.join(key)!r}; it has "
                 f"{', '.join(sorted({str(full[0]) for full in paths.values()}))}"
@@ -158,6 +158,11 @@ def _plan(
         raise CheckpointError(f"{where} is of another model: {error}") from error
     _planned.add(session, (reader, planner, state, parts))
     return plan
+
+
+def _has_values(state: Any) -> bool:
+    """Tell whether a state has an entry in a checkpoint. That of a disabled GradScaler has none, nor nn.Identity's."""
+    return any(map(_has_values, state.values())) if isinstance(state, Mapping) else True
 
 
 def _read(session: str, plan: LoadPlan) -> None:
