@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,6 @@ from torch.autograd import Variable
 from torch_ucx_rpc._arguments import check_count, check_type
 from torch_ucx_rpc.reduction._copy import ModelCopy
 from torch_ucx_rpc.reduction._server import Server
-
-# torch's id of the running backward, while none is running.
-_NO_BACKWARD = -1
 
 
 class _Bucket:
@@ -106,7 +103,8 @@ class DataParallel(nn.Module):
         self._buckets = _make_buckets(parameters, bucket_bytes)
         self._places = {p: (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         self._next_bucket = 0
-        self._is_in_backward = False
+        # The end of the running backward. torch has it, and frees it uncalled when that backward fails.
+        self._end: Callable[[], Callable[[], None] | None] | None = None
         self._is_synchronizing = True
         # The parameters do not keep this object alive: when it is collected, this trainer leaves.
         own = weakref.ref(self)
@@ -124,11 +122,7 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module's forward; in grad mode, its backward will push the gradients."""
         if torch.is_grad_enabled() and self._is_synchronizing:
-            # A checkpointed module runs its forward again within the backward.
-            if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:
-                # torch calls no callback when a backward fails. The next backward puts the gradients again.
-                self._end_backward()
-                self._steps.drop()
+            self._drop_a_failed_backward()
             self._steps.begin_step()
         return self.module(*args, **kwargs)
 
@@ -146,9 +140,11 @@ class DataParallel(nn.Module):
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_synchronizing:
             return
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+        self._drop_a_failed_backward()
+        if self._end is None:
+            end = self._on_end_of_backward
+            self._end = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
         assert isinstance(parameter, nn.Parameter)
         bucket, index = self._places[parameter]
         gradient = parameter.grad
@@ -190,8 +186,14 @@ class DataParallel(nn.Module):
         finally:
             self._end_backward()
 
+    def _drop_a_failed_backward(self) -> None:
+        """If the last backward has failed, give up its step. This one puts the gradients again."""
+        if self._end is not None and self._end() is None:
+            self._end_backward()
+            self._steps.drop()
+
     def _end_backward(self) -> None:
-        self._is_in_backward = False
+        self._end = None
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.filled.clear()
