@@ -20,28 +20,44 @@ from torch_ucx_rpc.reduction._server import Server
 
 
 class _Bucket:
-    """Gradients that travel together, in one flat tensor."""
+    """Gradients that travel together, in one flat tensor. Its last elements tell for which parameters the trainer has a
+    gradient: optimizers skip a parameter without one, and not one with a gradient of zero."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         first = parameters[0]
-        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        ends = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        ends = [*itertools.accumulate((p.numel() for p in parameters), initial=0)]
+        self.buffer = torch.zeros(ends[-1] + len(parameters), dtype=first.dtype, device=first.device)
         self.spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        self.presence = slice(ends[-1], None)
         self.filled: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.filled) == len(self.parameters)
 
     def fill(self, index: int, gradient: Tensor) -> None:
         self.buffer[self.spans[index]].view_as(gradient).copy_(gradient)
         self.filled.add(index)
 
-    def take(self, result: Tensor) -> None:
-        """Give the means to the parameters."""
+    def close(self) -> None:
+        """Complete the tensor: there are no more gradients."""
+        presence = self.buffer[self.presence].fill_(1)
+        for index in {*range(len(self.parameters))} - self.filled:
+            self.buffer[self.spans[index]].zero_()
+            presence[index] = 0
+
+    def take(self, result: Tensor, is_late: bool) -> None:
+        """Give the means to the parameters. ``is_late`` tells that they leave out this trainer's gradients."""
+        # Without a need, do not wait for a GPU.
+        present = result[self.presence].tolist() if is_late or not self.is_full else None
         for index, parameter in enumerate(self.parameters):
             mean = result[self.spans[index]].view_as(parameter)
-            if parameter.grad is not None and index in self.filled:
+            if present is not None and not present[index]:
+                parameter.grad = None
+            elif parameter.grad is not None and index in self.filled:
                 parameter.grad.copy_(mean)
-            elif bool(mean.any()):
-                # Other trainers have gradients for this parameter.
+            else:
                 parameter.grad = mean.clone()
         self.filled.clear()
 
@@ -155,16 +171,13 @@ class DataParallel(nn.Module):
             )
         bucket.fill(index, gradient)
         # All trainers put the buckets in this order.
-        while self._next_bucket < len(self._buckets) - 1 and self._is_full(self._buckets[self._next_bucket]):
+        while self._next_bucket < len(self._buckets) - 1 and self._buckets[self._next_bucket].is_full:
             self._put()
-
-    @staticmethod
-    def _is_full(bucket: _Bucket) -> bool:
-        return len(bucket.filled) == len(bucket.parameters)
 
     def _put(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
+        bucket.close()
         self._steps.put([bucket.buffer])
 
     def _on_end_of_backward(self) -> None:
@@ -176,13 +189,12 @@ class DataParallel(nn.Module):
                 for index, parameter in enumerate(bucket.parameters):
                     if index not in bucket.filled and parameter.grad is not None:
                         bucket.fill(index, parameter.grad)
-                    elif index not in bucket.filled:
-                        bucket.buffer[bucket.spans[index]].zero_()
                 self._put()
             results = self._steps.finish()
+            is_late = self._steps.is_late
             with torch.no_grad():
                 for bucket, [result] in zip(self._buckets, results, strict=True):
-                    bucket.take(result)
+                    bucket.take(result, is_late)
         finally:
             self._end_backward()
 

@@ -148,6 +148,11 @@ class Steps:
         """Whether a step has been put, but is not closed."""
         return bool(self._buckets)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the last step's means leave out this trainer's gradients."""
+        return self.contributors_at is not None and self.contributors_at[1].index is None
+
     def begin(self, are_equal: bool = False) -> None:
         """Join, either with the first trainers or with the state of another trainer.
 

@@ -1,0 +1,50 @@
+"""Gradients that `DataParallel` averages: zeros, none at all, ones in two parts, and ones with a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.support.workers import Steps
+from torch_ucx_rpc import reduction
+
+from ._training import are_equal, batches, parameters_of
+
+RunWorkers = Callable[..., list]
+
+
+class Gated(nn.Module):
+    """A model with a branch behind a gate that is closed at the start, and with a part that no trainer uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common, self.branch, self.unused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, uses_branch: bool) -> torch.Tensor:
+        y = self.common(x)
+        return (y + self.gate * self.branch(x) if uses_branch else y).square().mean()
+
+
+def test_a_gradient_of_zero_counts_on_all_trainers(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    first, second = run_on_both(2, train_a_gated_branch, Steps(tmp_path))
+    assert are_equal(first, second)
+
+
+def train_a_gated_branch(rank: int, steps: Steps) -> list[torch.Tensor]:
+    module = Gated()
+    model = reduction.DataParallel(module, reduction.serve())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    # The branch has gradients of zero on the first trainer, and none on the second.
+    for x in batches(rank, 3):
+        optimizer.zero_grad()
+        model(x, uses_branch=rank == 0).backward()
+        assert module.branch.weight.grad is not None
+        assert module.unused.weight.grad is None
+        optimizer.step()
+    steps.meet("done", rank, 2)
+    return parameters_of(module)
