@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,3 +49,23 @@ def train_a_gated_branch(rank: int, steps: Steps) -> list[torch.Tensor]:
         optimizer.step()
     steps.meet("done", rank, 2)
     return parameters_of(module)
+
+
+def test_a_backward_that_makes_a_graph_is_averaged(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, differentiate_twice, Steps(tmp_path))
+
+
+def differentiate_twice(rank: int, steps: Steps) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    model = reduction.DataParallel(module, reduction.serve())
+    x = torch.full((1, 1), rank + 1.0)
+    for _ in range(2):
+        module.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the cycle, which zero_grad() breaks
+            model(x).pow(3).sum().backward(create_graph=True)
+        # The gradients are 3 x**3 = 3 and 24.
+        assert module.weight.grad.item() == 13.5
+        assert not model._buckets[0].buffer.requires_grad
+    steps.meet("done", rank, 2)

@@ -37,7 +37,7 @@ class _Bucket:
         return len(self.filled) == len(self.parameters)
 
     def fill(self, index: int, gradient: Tensor) -> None:
-        self.buffer[self.spans[index]].view_as(gradient).copy_(gradient)
+        self.buffer[self.spans[index]].view_as(gradient).copy_(gradient.detach())
         self.filled.add(index)
 
     def close(self) -> None:
@@ -55,9 +55,10 @@ class _Bucket:
             mean = result[self.spans[index]].view_as(parameter)
             if present is not None and not present[index]:
                 parameter.grad = None
-            elif parameter.grad is not None and index in self.filled:
+            elif parameter.grad is not None and index in self.filled and not parameter.grad.requires_grad:
                 parameter.grad.copy_(mean)
             else:
+                # There was no gradient, or it belongs to a graph, of backward(create_graph=True).
                 parameter.grad = mean.clone()
         self.filled.clear()
 
