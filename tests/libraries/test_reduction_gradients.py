@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.workers import Steps
 from torch_ucx_rpc import reduction
@@ -68,4 +69,37 @@ def differentiate_twice(rank: int, steps: Steps) -> None:
         # The gradients are 3 x**3 = 3 and 24.
         assert module.weight.grad.item() == 13.5
         assert not model._buckets[0].buffer.requires_grad
+    steps.meet("done", rank, 2)
+
+
+class Checkpointed(nn.Module):
+    """A model whose last part is used within reentrant checkpoints, and also after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for _ in range(2):
+            y = checkpoint(lambda z: self.last(self.middle(z).tanh()), y, use_reentrant=True)
+        return self.last(y).square().mean()
+
+
+def test_gradients_that_come_in_parts_are_averaged_whole(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, train_checkpointed, Steps(tmp_path))
+
+
+def train_checkpointed(rank: int, steps: Steps) -> None:
+    module, alone = Checkpointed(), Checkpointed()
+    model = reduction.DataParallel(module, reduction.serve(), bucket_bytes=1)
+    for inputs in zip(batches(0, 3), batches(1, 3), strict=True):
+        module.zero_grad()
+        alone.zero_grad()
+        model(inputs[rank]).backward()
+        for x in inputs:
+            (alone(x) / 2).backward()
+        for own, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad)
     steps.meet("done", rank, 2)

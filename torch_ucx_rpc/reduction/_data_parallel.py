@@ -118,11 +118,18 @@ class DataParallel(nn.Module):
         server.check_quorum(quorum)
         self.module = module
         self._buckets = _make_buckets(parameters, bucket_bytes)
-        self._places = {p: (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
+        # Of each parameter, the indices of its bucket and in the bucket.
+        self._places = {
+            parameter: (place, index)
+            for place, bucket in enumerate(self._buckets)
+            for index, parameter in enumerate(bucket.parameters)
+        }
         self._next_bucket = 0
         # The end of the running backward. torch has it, and frees it uncalled when that backward fails.
         self._end: Callable[[], Callable[[], None] | None] | None = None
         self._is_synchronizing = True
+        # Some gradients come in parts, so no bucket is complete before the end of the backward.
+        self._waits_for_parts = False
         # The parameters do not keep this object alive: when it is collected, this trainer leaves.
         own = weakref.ref(self)
 
@@ -163,14 +170,22 @@ class DataParallel(nn.Module):
             self._end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
         assert isinstance(parameter, nn.Parameter)
-        bucket, index = self._places[parameter]
+        place, index = self._places[parameter]
+        bucket = self._buckets[place]
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
             raise ValueError(
                 "DataParallel cannot average sparse gradients, such as nn.Embedding(sparse=True) makes: use dense ones"
             )
+        if place < self._next_bucket:
+            # Reentrant checkpoints of torch run backwards of their own. Each adds its part to the gradient.
+            self._waits_for_parts = True
+            self._next_bucket = 0
+            self._steps.drop()
         bucket.fill(index, gradient)
+        if self._waits_for_parts:
+            return
         # All trainers put the buckets in this order.
         while self._next_bucket < len(self._buckets) - 1 and self._buckets[self._next_bucket].is_full:
             self._put()
