@@ -140,8 +140,7 @@ class DataParallel(nn.Module):
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(on_gradient)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
-        self._steps = server.make("model", self, quorum=quorum, copy=copy, sizes=sizes)
-        self._steps.begin()
+        self._steps = server.begin("model", self, quorum=quorum, copy=copy, sizes=sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module's forward; in grad mode, its backward will push the gradients."""

@@ -22,7 +22,7 @@ class State:
     def __init__(self, server: Server, quorum: int | None, copy: ModelCopy | None, expected: int | None) -> None:
         self.server = server
         options = {} if expected is None else {"expected": expected}
-        self.steps = server.make("ddp", self, quorum=quorum, copy=copy, **options)
+        self.steps = server.begin("ddp", self, are_equal=True, quorum=quorum, copy=copy, **options)
         self._open: list[Future[Tensor]] = []
 
     def push(self, bucket: GradBucket) -> Future[Tensor]:
@@ -98,9 +98,7 @@ def state(
                 f"quorum={quorum} can never be reached: the process group has {ranks} trainers; give at most that many"
             )
     server.check_quorum(quorum)
-    made = State(server, quorum, None if model is None else ModelCopy(model, optimizer), ranks)
-    made.steps.begin(are_equal=True)
-    return made
+    return State(server, quorum, None if model is None else ModelCopy(model, optimizer), ranks)
 
 
 def hook(state: State, bucket: GradBucket) -> Future[Tensor]:

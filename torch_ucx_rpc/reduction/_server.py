@@ -122,15 +122,25 @@ class Server:
         with contextlib.suppress(RuntimeError, TimedOut):
             self.office.ask(time.monotonic() + ASKING_S, "leave", self.name)
 
-    def make(self, kind: str, user: object, **options: Any) -> Steps:
-        """Make the steps of a new model. When ``user`` is collected, the others go on without this trainer."""
+    def begin(self, kind: str, user: object, *, are_equal: bool = False, **options: Any) -> Steps:
+        """Begin the steps of a new model. When ``user`` is collected, the others go on without this trainer.
+
+        `Steps.begin` explains ``are_equal``, and `Steps` the other options.
+        """
         self.check()
         if self.spec.optimizer is not None:
             raise ValueError(
                 f"the hosts of {self!r} update parameters themselves, so only push_pull trains with it: make a server "
                 f"without parameters and optimizer"
             )
-        steps = self.make_by_hand(f"{kind}{next(self._numbers)}", **options)
+        number = next(self._numbers)
+        steps = self.make_by_hand(f"{kind}{number}", **options)
+        try:
+            steps.begin(are_equal)
+        except BaseException:
+            # The other trainers may still begin this model, and this one may try again.
+            self._numbers = itertools.chain([number], self._numbers)
+            raise
         # The thread that collects garbage may hold any lock.
         leave = Thread(steps.leave, name="torch_ucx_rpc-leave")
         weakref.finalize(user, leave.start).atexit = False
