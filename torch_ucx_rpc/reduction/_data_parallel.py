@@ -110,9 +110,10 @@ class DataParallel(nn.Module):
         super().__init__()
         check_type("module", nn.Module, "an nn.Module", module)
         check_type("server", Server, "what reduction.serve returns", server)
-        copy = ModelCopy(module, optimizer)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parameters = [*trained.values()]
+        copy = ModelCopy(module, optimizer, trained=[*trained])
         check_count("bucket_bytes", 1, "a number of bytes", bucket_bytes)
-        parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("DataParallel has nothing to do: no parameter of the module requires grad")
         server.check_quorum(quorum)
