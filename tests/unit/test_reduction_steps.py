@@ -307,6 +307,19 @@ def test_a_report_that_comes_after_the_leave_is_answered() -> None:
     assert any(future is late and answer is None for future, answer in answers)
 
 
+def test_a_trainer_that_comes_back_gets_another_opening() -> None:
+    first = Report(1, expected=2)
+    ledger = Ledger("model", 1, {"t0": 0, "t1": 1}, SPEC, only_host, first, left=set())
+    for name in ("t0", "t1"):
+        ledger.update(name, first)
+    [opening] = ledger.openings
+    assert opening.recipients == ("t0", "t1")
+    # The trainer drops the opening when it leaves. Its report of that comes after the one of its return.
+    ledger.update("t1", first._replace(number=3))
+    assert not ledger.update("t1", first._replace(number=2, has_left=True))
+    assert ledger.openings[-1] == opening._replace(generation=opening.generation + 1)
+
+
 @pytest.mark.parametrize("is_refused", [True, False], ids=["one takes part", "all have left"])
 def test_trainers_of_a_model_have_one_quorum(is_refused: bool) -> None:
     members = tuple(Member(rank, f"t{rank}", 100 + rank) for rank in range(2))

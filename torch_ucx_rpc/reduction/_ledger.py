@@ -128,6 +128,10 @@ class Ledger:
         """Take a trainer's report. Returns False if the trainer has sent a newer report, which counts instead."""
         known = self._reports.get(name)
         if known is not None and known.number >= report.number:
+            opening = self._opening
+            if report.has_left and opening is not None and name in opening.recipients:
+                # The trainer has come back, but dropped the opening when it left.
+                self._open(opening.contributors, opening.recipients, opening.donors)
             return False
         self._reports[name] = report
         self._decide()
