@@ -107,3 +107,23 @@ def push_after_the_end(rank: int, steps: Steps) -> None:
         late = Channel(channel_of("worker0/tensors"), epoch=int(step.name.split()[1]))
         wait_until_refused(late, "0/9")
     steps.meet("done", rank, 2)
+
+
+def test_models_that_end_leave_nothing_behind(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, make_many_models, Steps(tmp_path))
+
+
+def make_many_models(rank: int, steps: Steps) -> None:
+    server = reduction.serve()
+    for _ in range(12):
+        model = reduction.DataParallel(torch.nn.Linear(2, 1), server)
+        model(torch.ones(1, 2)).sum().backward()
+        # The trainers drop the model at about the same time, in any order.
+        del model
+    steps.meet("trained", rank, 2)
+
+    def is_nothing_left() -> bool:
+        return not server.office._openings and "torch_ucx_rpc-sums" not in {one.name for one in threading.enumerate()}
+
+    eventually(is_nothing_left, "all models have ended")
+    steps.meet("over", rank, 2)

@@ -38,6 +38,8 @@ class Decider:
         self.ranks = {one.name: one.rank for one in epoch.members}
         self._known: dict[str, Knowledge] = {}
         self._ledgers: dict[str, Ledger] = {}
+        # Workers that have got openings of a model, until the model is over.
+        self._informed: dict[str, dict[str, None]] = {}
         # The last attempt of each dropped model, so that no generation occurs twice.
         self._attempts: dict[str, int] = {}
         # The last report that has no answer yet, by model and trainer.
@@ -195,7 +197,13 @@ class Decider:
     def _tell(self, key: str, ledger: Ledger) -> None:
         # The last opening is enough: it replaces the earlier ones.
         for opening in ledger.openings[-1:]:
-            for name in dict.fromkeys((*ledger.trainers, *opening.hosts)):
+            names = dict.fromkeys((*ledger.trainers, *opening.hosts))
+            if opening.is_over:
+                # A trainer may have got the opening before this one after it left.
+                names |= self._informed.pop(key, {})
+            else:
+                self._informed.setdefault(key, {}).update(names)
+            for name in names:
                 if (waiting := self._waiting.pop((key, name), None)) is not None:
                     self._answers.append((waiting, opening))
                 else:
