@@ -149,6 +149,20 @@ def average_dtypes(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
+def test_gradients_of_any_layout_are_averaged(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, average_layouts, Steps(tmp_path))
+
+
+def average_layouts(rank: int, steps: Steps) -> None:
+    server = reduction.serve()
+    value = rank + 1.0
+    layouts = [torch.full((1,), value).expand(4), torch.full((4, 1), value).t(), torch.full((8,), value)[::2]]
+    for mean, layout in zip(reduction.push_pull(server, layouts), layouts, strict=True):
+        assert torch.equal(mean, torch.full(layout.shape, 1.5))
+        assert torch.equal(layout, torch.full(layout.shape, value))
+    steps.meet("done", rank, 2)
+
+
 def test_torchs_compression_hooks_work(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, train_compressed, Steps(tmp_path))
 

@@ -90,7 +90,8 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
             f"this trainer gives quorum={quorum} for {server.name!r}, and gave quorum={steps.quorum} before: give the "
             f"same each time"
         )
-    steps.put([tensor.detach() for tensor in tensors])
+    # A host adds to the tensors of one trainer. With its own, it cannot if elements share memory, as after `expand`.
+    steps.put([tensor.detach().contiguous() for tensor in tensors])
     future: Future[Any] = Future(devices=server.office.life.devices)
     Thread(_finish, (server, steps, tensors, is_one, future), name="torch_ucx_rpc-step").start()
     return future
