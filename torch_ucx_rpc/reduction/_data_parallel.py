@@ -72,7 +72,11 @@ class DataParallel(nn.Module):
 
     The first trainers begin with the parameters and buffers of the one with the lowest rank. A later trainer gets the
     model of another trainer, and takes part from its next step on. It also gets the optimizer's state if both trainers
-    give their optimizer. From then on each trainer has its own buffers (such as running means).
+    give their optimizer, but not that of schedulers and scalers. From then on each trainer has its own buffers (such as
+    running means).
+
+    Each ``backward()`` is a step, between which trainers join. So accumulate gradients within `no_sync`, and give
+    activation checkpoints ``use_reentrant=False``.
 
     Making the object waits for the trainers that the first step waits for (see `serve`), or for the state of another
     trainer. If the others have closed a step without this trainer, it takes the state of another trainer within its

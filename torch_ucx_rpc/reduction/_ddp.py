@@ -59,6 +59,10 @@ def state(
 ) -> State:
     """Return the state that `hook` needs, for one model.
 
+    If the model has buffers, give DistributedDataParallel ``forward_sync_buffers=False`` (in older versions of torch,
+    ``broadcast_buffers=False``). Do not give it ``find_unused_parameters=True``. Its collectives fail when a trainer
+    dies.
+
     This waits until all ranks of the process group have called it, even if `serve` was given another number of
     trainers. Without a process group it waits for the trainers of `serve`.
 
