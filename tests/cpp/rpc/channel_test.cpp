@@ -441,6 +441,15 @@ TEST_F(ChannelTest, ShutdownEndsWaits) {
   EXPECT_EQ(waits.wait_for(milliseconds(100)), std::future_status::timeout);
   agent(1).shutdown();
   EXPECT_EQ(waits.get(), "RPC has been shut down on worker 'w1'");
+  for (const auto& late :
+       {std::function<void()>([&] { (void)post(1, 0, "late"); }), {[&] { (void)put(1, 0, "late", {}); }}}) {
+    try {
+      late();
+      FAIL() << "the group is closed";
+    } catch (const RpcFailure& failure) {
+      EXPECT_EQ(failure.kind(), RpcFailure::Kind::kShutDown);
+    }
+  }
 }
 
 TEST_F(ChannelTest, ThreadsThatWaitTogetherGetTheirValues) {

@@ -44,6 +44,9 @@ RpcFailure Channel::shutDownFailure() const {
 }
 
 void Channel::checkEpochLocked(const Name& name) const {
+  if (lifetime_.isClosed()) {
+    throw shutDownFailure(); // the shutdown has closed all groups
+  }
   const auto group = groups_.find(name.group);
   if (group == groups_.end() || !group->second.isOpen) {
     throw epochEnded(self_.name, name.group, std::nullopt);

@@ -149,7 +149,7 @@ class Channel final : public PutHandler, public PeerObserver, private AgentParts
   bool waitUntil(const IsDone& isDone, Clock::time_point deadline);
   static Clock::time_point deadlineOf(std::chrono::milliseconds timeout);
   void wakeWaiting(const std::optional<Driver>& driver);
-  // Throws if the group is closed on this worker, or in a later epoch.
+  // Throws after the shutdown, and if the group is closed on this worker, or in a later epoch.
   void checkEpochLocked(const Name& name) const;
   RpcFailure shutDownFailure() const;
   RpcFailure epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const;
