@@ -95,6 +95,24 @@ def fill_posted(rank: int, steps: Steps) -> None:
     assert all(torch.equal(one, torch.ones_like(one)) for one in pair)
 
 
+def test_a_filled_tensor_spoils_the_backward_that_needs_it(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, fill_a_saved_tensor, Steps(tmp_path))
+
+
+def fill_a_saved_tensor(rank: int, steps: Steps) -> None:
+    channel, other = Channel("saved"), f"worker{1 - rank}"
+    for size in SIZES:
+        saved = torch.zeros(size)
+        posted = channel.post(other, f"{size}", saved)
+        loss = (torch.ones(size, requires_grad=True) * saved).sum()
+        steps.meet(f"posted {size}", rank, 2)
+        channel.put(other, f"{size}", torch.ones(size))
+        posted.wait()
+        if size:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 def test_a_second_wait_for_a_value_says_that_it_is_taken(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, wait_twice, Steps(tmp_path))
 

@@ -152,6 +152,9 @@ Channel::Value Channel::decode(Expected& expected) {
     if (!into[index].is_cpu() || tensors[index].numel() == 0 || tensors[index].layout() != at::kStrided ||
         into[index].const_data_ptr() != tensors[index].const_data_ptr()) {
       into[index].copy_(tensors[index]);
+    } else if (!into[index].is_inference()) {
+      // UCX has written the bytes. As after copy_(), a backward that needs the old ones must fail.
+      into[index].unsafeGetTensorImpl()->bump_version();
     }
   }
   return {into, isSingle};
