@@ -103,6 +103,9 @@ def test_workers_are_addressed_by_name_rank_or_info() -> None:
         rpc.rpc_sync("worker7", greet, args=("you",))
     if on_ucx():
         assert raised.value.name == "worker7"
+    # A worker that has taken the rank of a former one is not called in its place.
+    with pytest.raises(failure("UnknownWorker", RuntimeError, ValueError), match="former"):
+        rpc.rpc_sync(rpc.WorkerInfo("former", 2), greet, args=("you",))
 
 
 @over_shared_memory

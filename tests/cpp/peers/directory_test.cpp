@@ -99,6 +99,12 @@ TEST_F(DirectoryTest, ErrorForAnUnknownNameListsTheWorkers) {
   }
 }
 
+TEST_F(DirectoryTest, RankOfAnotherWorkerIsNotTaken) {
+  EXPECT_EQ(&directory_.at(Rank{1}, "w1"), directory_.find("w1"));
+  EXPECT_THROW((void)directory_.at(Rank{1}, "w2"), RpcFailure);
+  EXPECT_THROW((void)directory_.at(Rank{3}, "w3"), RpcFailure);
+}
+
 TEST_F(DirectoryTest, AllAreListedByRankWithTheirStates) {
   EXPECT_EQ(ranksOf(directory_.all()), (Ranks{0, 1, 2}));
   end(directory_.at(Rank{0}), Peer::State::kFailed);

@@ -95,6 +95,14 @@ Peer& Directory::at(const std::string& name) const {
   return peer != nullptr ? *peer : throw unknown("'" + name + "'", {.name = name});
 }
 
+Peer& Directory::at(Rank rank, const std::string& name) const {
+  Peer* const peer = find(rank);
+  if (peer == nullptr || peer->member().name != name) {
+    throw unknown("'" + name + "' with rank " + std::to_string(rank), {.name = name, .rank = rank});
+  }
+  return *peer;
+}
+
 Rank Directory::endOfRanks() const {
   const std::shared_lock lock(mutex_);
   return byRank_.empty() ? Rank{0} : static_cast<Rank>(byRank_.rbegin()->first + 1);

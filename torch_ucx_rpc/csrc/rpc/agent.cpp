@@ -141,8 +141,9 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   HandlingScope::releaseInnermost();
   const rpc::MessageType type = message->type();
   const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
+  Peer& peer = directory_.at(to.id_, to.name_);
   c10::intrusive_ptr<JitFuture> future =
-      calls_.send(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
+      calls_.send(peer, std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch(type) && !Executor::isLeader()) {
     // RRef.to_here() sends this request and then waits inside torch. Waiting here first makes Ctrl-C work, and lets the
     // caller drive its own call.
