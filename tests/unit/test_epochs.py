@@ -201,9 +201,9 @@ def simulate(seeds: range, rounds: int) -> None:
             raise AssertionError(f"schedule {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("part", range(4 * FACTOR))
+@pytest.mark.parametrize("part", range(16 * FACTOR))
 def test_no_schedule_has_two_sides_make_progress(part: int) -> None:
-    simulate(range(part, SCHEDULES, 4 * FACTOR), 20)
+    simulate(range(part, SCHEDULES, 16 * FACTOR), 20)
 
 
 @pytest.mark.parametrize(
