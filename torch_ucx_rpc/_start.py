@@ -30,7 +30,7 @@ from torch.distributed.rpc import api
 
 from torch_ucx_rpc import _agent, _build_info
 from torch_ucx_rpc._agent import UcxRpcAgent
-from torch_ucx_rpc._arguments import wrong_type
+from torch_ucx_rpc._arguments import wrong_type, wrong_value
 from torch_ucx_rpc._bootstrap import site_settings
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
@@ -58,6 +58,8 @@ AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBacken
 _TYPICAL_PEERS = 8
 # Seconds that a joining worker still has once it has lost a member whose host died.
 _AFTER_A_LOSS_S = 10.0
+# torch keeps a rank in 16 bits.
+_HIGHEST_RANK = 2**15 - 1
 
 
 # Arguments: init_method, rank, world_size (None for a group without a size), timeout.
@@ -134,8 +136,12 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     if not world_size:
         world_size = None
         rank = check_rank(options.init_method, int(rank))
+    elif world_size < 0:
+        raise wrong_value("world_size", "the number of workers, or None for a group without a size", world_size)
     elif not 0 <= rank < world_size:
         raise ValueError(f"rank must be between 0 and world_size - 1, which is {world_size - 1}; it is {rank}")
+    if rank > _HIGHEST_RANK:
+        raise wrong_value("rank", f"at most {_HIGHEST_RANK}, as in torch", rank)
     # Raises for a name that breaks torch's rules.
     WorkerInfo(name, int(rank))
     device_pool.check(options, name)

@@ -183,6 +183,8 @@ def test_wrong_arguments_are_refused_before_anything_begins() -> None:
         refused(TypeError, "world_size must be an int", world_size=1.0, **ucx)
         refused(ValueError, "rank must be between 0 and world_size - 1, which is 0; it is -1", rank=-1, **ucx)
         refused(ValueError, "it is 1", rank=1, **ucx)
+        refused(ValueError, "world_size must be the number of workers, or None", world_size=-1, **ucx)
+        refused(ValueError, "rank must be at most 32767", rank=40000, world_size=50000, **ucx)
         refused(ValueError, "environment variable RANK expected", rank=-1, world_size=None, **ucx)
         refused(RuntimeError, "Worker name must match", args=("not a name",), **ucx)
         refused(ValueError, "environment variable MASTER_ADDR expected, but not set", **ucx)
