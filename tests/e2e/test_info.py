@@ -115,6 +115,7 @@ def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         ({"UCX_MM_ERROR_HANDLING": "n"}, "workers of one host cannot use shared memory and take TCP -> unset it"),
         ({"TORCH_UCX_RPC_UXC": "wheel"}, "torch_ucx_rpc has no variable TORCH_UCX_RPC_UXC"),
         ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host.invalid cannot be resolved"),
+        ({"MASTER_ADDR": "no..host"}, "MASTER_ADDR=no..host cannot be resolved"),
     ],
 )
 def test_a_variable_that_is_wrong_is_named(

@@ -68,6 +68,11 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path)
         create_store(f"file://{tmp_path}/nowhere/store", 1, 2, 0)
 
 
+def test_a_folder_in_place_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder"):
+        create_store(f"file://{tmp_path}", 1, 2, 0)
+
+
 @pytest.mark.parametrize("query", ["rank=0&world_size=2", "rank=0", "world_size=2"])
 @pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:1", "file:///tmp/store"])
 @pytest.mark.parametrize("world_size", [2, None])
@@ -186,12 +191,19 @@ def test_rank_and_world_size_do_not_belong_in_the_url(port: int) -> None:
         create_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", 0, 2, 10)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid", "no..host"])
 def test_address_without_a_listener_is_named_in_time(host: str, port: int, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(JoinFailed, match=f"{host}:{port} .*rank 0"):
         create_store(f"tcp://{host}:{port}", 1, 2, 0.5)
     assert time.monotonic() - began >= 0.5
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "no..host"])
+def test_rank_0_waits_for_its_name_in_time(host: str, port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JoinTimedOut, match=f"'{host}' is not the name of any host, after 0.5 s"):
+        create_store(f"tcp://{host}:{port}", 0, 2, 0.5)
     assert capfd.readouterr().err == ""
 
 
@@ -225,7 +237,7 @@ def test_own_names_and_addresses_are_of_this_host(host: str) -> None:
 
 
 # These addresses are reserved for documentation.
-@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid", "no..host"])
 def test_names_of_other_hosts_are_not_of_this_host(host: str) -> None:
     assert not is_this_host(host)
 

@@ -27,7 +27,7 @@ def _addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
     """The addresses of a name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: no host can have this name, such as "a..b"
         return []
     # A link-local address may name its interface: fe80::1%eth0.
     return [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
@@ -37,6 +37,22 @@ def _is_own(address: IPv4Address | IPv6Address) -> bool:
     return address.is_unspecified or interface_with(str(address)) is not None
 
 
+def await_name(host: str, deadline: Deadline) -> None:
+    """Return when an address of the name is known. TCPStore would try for longer, and print a stack for each failure.
+
+    In a cluster the name of a new container may take some seconds to appear.
+    """
+    while not _addresses_of(host):
+        if deadline.passed():
+            raise JoinTimedOut(
+                f"rank 0 runs on {socket.gethostname()}, where {host!r} is not the name of any host, after "
+                f"{deadline.timeout:g} s: set MASTER_ADDR, or the host of the init_method, to the name or address of "
+                f"rank 0's host.",
+                timeout=deadline.timeout,
+            )
+        time.sleep(min(0.25, deadline.remaining()))
+
+
 def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
     """Return when a server listens. TCPStore would wait too, but in C++, and print a stack for each failure."""
     pause = 0.01
@@ -44,7 +60,7 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
         try:
             _check_listener(host, port, min(1.0, max(0.05, deadline.remaining())))
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if deadline.passed():
                 raise JoinTimedOut(
                     f"no server listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be "

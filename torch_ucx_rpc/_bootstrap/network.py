@@ -61,7 +61,7 @@ def address_towards(host: str) -> str | None:
             asking.connect(address)
             own: str = asking.getsockname()[0]
             return own.partition("%")[0]
-    except OSError:
+    except (OSError, UnicodeError):
         return None
 
 

@@ -168,9 +168,9 @@ def _environment(report: Report) -> None:
 def _rendezvous(report: Report, host: str) -> None:
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         report.complain(
-            f"MASTER_ADDR={host} cannot be resolved on this host ({error.strerror})",
+            f"MASTER_ADDR={host} cannot be resolved on this host ({getattr(error, 'strerror', error)})",
             "set it to an address of rank 0's host, or to a name of that host that every host knows",
         )
         return
