@@ -245,30 +245,6 @@ def fail_in_backward(rank: int, steps: Steps) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
-def test_a_second_loss_is_averaged_after_a_failed_one(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(3, fail_before_a_second_loss, Steps(tmp_path))
-
-
-def fail_before_a_second_loss(rank: int, steps: Steps) -> None:
-    if rank < 2:
-        module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-        for parameter in module.parameters():
-            nn.init.ones_(parameter)
-        copy = reduction.DataParallel(module, reduction.serve("worker2"), bucket_bytes=1)
-        x = torch.full((1, 1), rank + 1.0)
-        # Both forwards come before both backwards. The first backward fails after it has put a bucket.
-        failing, loss = copy(x).sum(), copy(x).sum()
-        if rank == 0:
-            handle = module[0].weight.register_hook(fail_by_design)
-            with pytest.raises(RuntimeError, match="by design"):
-                failing.backward()
-            handle.remove()
-            module.zero_grad()
-        loss.backward()
-        assert [parameter.grad.item() for parameter in module.parameters()] == [1.5, 1.5]
-    steps.meet("done", rank, 3)
-
-
 def fail_by_design(_: torch.Tensor) -> None:
     raise RuntimeError("by design")
 

@@ -1,4 +1,4 @@
-"""Gradients that `DataParallel` averages: zeros, none at all, ones in two parts, and ones with a graph."""
+"""Gradients that `DataParallel` averages: zeros, none at all, in two parts, with a graph, after a failed backward."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -103,3 +104,31 @@ def train_checkpointed(rank: int, steps: Steps) -> None:
         for own, expected in zip(module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(own.grad, expected.grad)
     steps.meet("done", rank, 2)
+
+
+def test_a_second_loss_is_averaged_after_a_failed_one(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, fail_before_a_second_loss, Steps(tmp_path))
+
+
+def fail_before_a_second_loss(rank: int, steps: Steps) -> None:
+    if rank < 2:
+        module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        copy = reduction.DataParallel(module, reduction.serve("worker2"), bucket_bytes=1)
+        x = torch.full((1, 1), rank + 1.0)
+        # Both forwards come before both backwards. The first backward fails after it has put a bucket.
+        failing, loss = copy(x).sum(), copy(x).sum()
+        if rank == 0:
+            handle = module[0].weight.register_hook(fail_by_design)
+            with pytest.raises(RuntimeError, match="by design"):
+                failing.backward()
+            handle.remove()
+            module.zero_grad()
+        loss.backward()
+        assert [parameter.grad.item() for parameter in module.parameters()] == [1.5, 1.5]
+    steps.meet("done", rank, 3)
+
+
+def fail_by_design(_: torch.Tensor) -> None:
+    raise RuntimeError("by design")
