@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,9 +18,10 @@ from tests.support import workers
 from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
 from tests.support.workers import Stalls, Transport, agent
 from torch_ucx_rpc._torch import patches
-from torch_ucx_rpc.errors import BarrierFailed, WorkerLost
+from torch_ucx_rpc._workers.lost import subscribe
+from torch_ucx_rpc.errors import BarrierFailed, RpcError, WorkerLost
 
-from ._failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, sleep
+from ._failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, let_go, sleep, stay
 
 pytestmark = pytest.mark.ucx_only
 
@@ -119,6 +122,48 @@ def shut_down_with_rrefs_of_the_dead(rank: int) -> float:
 def test_shutdown_does_not_wait_for_rrefs_of_the_dead(run_workers: Callable[..., list]) -> None:
     took = run_workers(3, shut_down_with_rrefs_of_the_dead, **DEATH_OF_WORKER1)
     assert max(took[0], took[2]) < 5, "torch waits for references to RRefs for 100 s"
+
+
+def pass_rrefs_to_worker1() -> None:
+    failure_of(lambda: rpc.rpc_sync("worker1", keep, (*kept, rpc.RRef(0))), RpcError)
+
+
+def make_rrefs_at_worker1() -> None:
+    for function in (echo, torch.neg):
+        # torch raises the failure here if the agent has failed the call already.
+        with contextlib.suppress(RpcError):
+            kept.append(rpc.remote("worker1", function, (torch.ones(1),)))
+
+
+def use_ended_worker1_and_shut_down(rank: int, end: Callable[[], None], use: Callable[[], None]) -> float:
+    if rank == 0:
+        kept.extend(rpc.remote(f"worker{other}", echo, (torch.ones(3),)) for other in (1, 2))
+        assert all(rref.to_here().sum() == 3 for rref in kept)
+        has_ended = threading.Event()
+        unsubscribe = subscribe(lambda _gone: has_ended.set())
+        with contextlib.suppress(WorkerLost):
+            rpc.rpc_sync("worker1", end)
+        assert has_ended.wait(10)
+        unsubscribe()
+        use()
+    elif rank == 1:
+        stay()
+        with contextlib.suppress(RuntimeError):  # torch reports that others have references
+            rpc.shutdown(graceful=False)
+        return 0
+    began = time.monotonic()
+    with contextlib.suppress(BarrierFailed):
+        rpc.shutdown()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("end", "code"), [pytest.param(die, KILLED, id="dead"), pytest.param(let_go, 0, id="left")])
+@pytest.mark.parametrize("use", [pass_rrefs_to_worker1, make_rrefs_at_worker1])
+def test_shutdown_does_not_wait_for_rrefs_sent_to_the_gone(
+    end: Callable[[], None], code: int, use: Callable[[], None], run_workers: Callable[..., list]
+) -> None:
+    took = run_workers(3, use_ended_worker1_and_shut_down, end, use, **{**DEATH_OF_WORKER1, "exit_codes": {1: code}})
+    assert max(took[0], took[2]) < 5, "torch waits for news of references for 100 s"
 
 
 # ------------------------------------------------------------------------------------------ deaths in the shutdown

@@ -194,6 +194,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "The shutdown does not wait for dead workers or their RRefs": (
             "test_shutdown_does_not_wait_for_rrefs_of_the_dead",
+            "test_shutdown_does_not_wait_for_rrefs_sent_to_the_gone",
+            "ShutdownEndsWaitsForNewsThatNoWorkerWillSend",
         ),
         "If a worker hangs, the shutdown fails": ("test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout",),
         "An ungraceful shutdown waits only for its own handlers": (

@@ -221,6 +221,34 @@ TEST_F(OrphanedStateTest, ContextsOfOthersAreClosedAtTheEndOfTheAgent) {
   EXPECT_TRUE(isOpen(own)) << "its opener closes it";
 }
 
+TEST_F(OrphanedStateTest, ShutdownEndsWaitsForNewsThatNoWorkerWillSend) {
+  RRefContext& context = RRefContext::getInstance();
+  const auto create = [&](const Future& creation) {
+    c10::intrusive_ptr<rpc::UserRRef> rref = context.createUserRRef(1, at::AnyType::get());
+    if (creation != nullptr) {
+      rref->registerOwnerCreationFuture(creation);
+    }
+    context.addPendingUser(rref->forkId(), rref);
+    return rref;
+  };
+  const auto lost = c10::make_intrusive<JitFuture>(at::AnyType::get());
+  lost->setError(std::make_exception_ptr(RpcFailure(RpcFailure::Kind::kWorkerLost, "it died")));
+  const auto passedOn = create(lost);
+  context.addPendingChild({0, 55}, passedOn);
+  const auto inMaking = create(c10::make_intrusive<JitFuture>(at::AnyType::get()));
+  const auto reported = create(nullptr);
+
+  orphans_.releaseReferences();
+  EXPECT_EQ(passedOn.use_count(), 1u) << "torch keeps it no more";
+  EXPECT_FALSE(inMaking->confirmedByOwner()) << "its owner may still answer";
+  EXPECT_FALSE(reported->confirmedByOwner()) << "the answer to the report is still to come";
+  EXPECT_EQ(context.getDebugInfo().at("num_pending_users"), "2");
+  orphans_.releaseReferences();
+  context.delPendingChild({0, 55}); // late news
+  context.delPendingUser(inMaking->forkId());
+  context.delPendingUser(reported->forkId());
+}
+
 TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {
   const FakeRpcAgent another(0);
   // This worker has its own timer, so that tasks are added before threads start.

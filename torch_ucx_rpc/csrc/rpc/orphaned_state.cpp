@@ -60,6 +60,7 @@ void OrphanedState::closeContextsOfOthers() const {
 void OrphanedState::releaseReferences() const {
   if (isTorchsAgent(agent_)) {
     deleteForks(heldForks(), callback_);
+    endWaitsForReferences();
   }
 }
 

@@ -38,8 +38,9 @@ class OrphanedState final : public PeerObserver, private AgentParts {
   // a later agent of this process would never learn that they are closed. No call may begin any more.
   void closeContextsOfOthers() const;
 
-  // Releases all remaining references to RRefs of this worker, of any holder. For a shutdown in which a worker has died
-  // and the living have deleted their references: torch would wait for the references of dead workers.
+  // Releases all remaining references to RRefs of this worker, of any holder, and ends all waits for news of this
+  // worker's references. For a shutdown in which a worker is gone and the living have deleted their references: torch
+  // would wait for the references of gone workers, and for their news.
   void releaseReferences() const;
 
   // PeerObserver.

@@ -1,5 +1,7 @@
 #include "torch_glue/torch_state.h"
 
+#include "torch_glue/completion.h"
+
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
@@ -50,6 +52,7 @@ TORCH_UCX_RPC_REACH(ContextForks, RRefContext::forks_);
 TORCH_UCX_RPC_REACH(ContextOwners, RRefContext::owners_);
 TORCH_UCX_RPC_REACH(ContextPendingOwners, RRefContext::pendingOwners_);
 TORCH_UCX_RPC_REACH(ContextPendingUsers, RRefContext::pendingUsers_);
+TORCH_UCX_RPC_REACH(ContextPendingChildren, RRefContext::pendingChildren_);
 TORCH_UCX_RPC_REACH(ContextConfirmedUsers, RRefContext::confirmedUsers_);
 TORCH_UCX_RPC_REACH(HasTimedOut, RRef::timedOut_);
 TORCH_UCX_RPC_REACH(ContextMapsMutex, RRefContext::mutex_);
@@ -123,6 +126,32 @@ std::vector<HeldFork> heldForks() {
     }
   }
   return held;
+}
+
+void endWaitsForReferences() {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<rpc::ForkId> passedOn;
+  std::vector<rpc::ForkId> notMade;
+  std::unique_lock lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [fork, rref] : context.*reach(ContextPendingChildren())) {
+    passedOn.push_back(fork);
+  }
+  for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
+    // A reference without this future came from another worker, and torch waits for the answer to a report of it.
+    const c10::intrusive_ptr<JitFuture> creation = user->rref_->getOwnerCreationFuture();
+    if (creation != nullptr && creation->completed() && creation->hasError()) {
+      notMade.push_back(fork);
+    }
+  }
+  lock.unlock(); // torch's functions take it
+  for (const rpc::ForkId& fork : passedOn) {
+    context.delPendingChild(fork); // does nothing if the news has come since
+  }
+  for (const rpc::ForkId& fork : notMade) {
+    // Throws if the callback of rpc.remote() has just ended the wait, as it does after a timeout. If this comes first,
+    // that callback throws.
+    runCallbacks([&] { context.delPendingUser(fork); });
+  }
 }
 
 std::vector<WaitForValue> takeWaitsForValues(const std::function<bool(const RRefId&)>& isHopeless) {

@@ -46,6 +46,13 @@ void stopRRefDeletions();
 // The references to RRefs of this worker that torch knows.
 std::vector<HeldFork> heldForks();
 
+// torch's shutdown waits for two kinds of news of references: that a worker has received one which this worker passed
+// on, and that an owner has made the RRef of rpc.remote(). The first never comes from a worker that is gone. For the
+// second torch waits even if rpc.remote() has failed. This function ends all waits of the first kind, and those of the
+// second whose rpc.remote() has failed. It is for a shutdown in which no living worker owes news. To be called without
+// the GIL: torch then sends deletions.
+void endWaitsForReferences();
+
 // Returns and forgets endless waits on this worker for values that other workers were to make with rpc.remote(), if
 // `isHopeless` is true for the RRef. A wait is a thread in RRef.local_value(), or an unanswered request for the value.
 std::vector<WaitForValue> takeWaitsForValues(
