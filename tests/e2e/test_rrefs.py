@@ -104,6 +104,34 @@ def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
     eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "the calls are over")
 
 
+def make_later(value: object) -> object:
+    time.sleep(1)
+    return value
+
+
+@rpc.functions.async_execution
+def make_later_by_a_future() -> torch.futures.Future:
+    return rpc.rpc_async("worker1", make_later, (5,))
+
+
+# Plain torch forgets the RRef, so nothing ends a wait that has begun before.
+@over_shared_memory
+@in_worker0(of=2, silent=False)
+def test_a_wait_for_ones_own_rref_ends_with_its_timeout() -> None:
+    for make, arguments, value in ((make_later, (3,), 3), (make_later_by_a_future, (), 5)):
+        began = time.monotonic()
+        mine = rpc.remote("worker0", make, arguments, timeout=0.3)
+        with pytest.raises(RRefLost, match=r"never have a value: its rpc.remote\(\) has timed out"):
+            mine.to_here()
+        assert 0.3 <= time.monotonic() - began < 0.9
+        eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "the call is over")
+        with pytest.raises(RRefLost, match=r"timed out"):
+            mine.to_here()
+        assert rpc.remote("worker0", make, arguments).to_here() == value
+        del mine
+    assert_all_freed("worker0")
+
+
 @over_shared_memory
 @in_worker0(of=2)
 def test_an_rref_to_a_local_object_is_local() -> None:

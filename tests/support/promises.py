@@ -145,6 +145,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "An RRef whose `rpc.remote` timed out raises `RRefLost`": (
             "test_each_rref_whose_creation_timed_out_says_so",
             "test_rref_that_timed_out_before_torch_recorded_it_is_lost",
+            "test_a_wait_for_ones_own_rref_ends_with_its_timeout",
         ),
         "Its owner frees the value": ("test_an_rref_whose_creation_timed_out_is_freed_by_its_owner",),
         "If an owner cannot read the request for an RRef": (

@@ -107,6 +107,48 @@ TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
   EXPECT_EQ(calls_.open(), 0u);
 }
 
+// A call to oneself, after torch has registered it as rpc.remote() does.
+class OwnCreationTest : public RRefCreationTest {
+ protected:
+  OwnCreationTest() {
+    context_.addSelfAsFork(rref_);
+    rref_->registerOwnerCreationFuture(creation_);
+    creation_->addCallback(
+        [id = rref_->rrefId()](JitFuture& future) { (void)rpc::callback::finishCreatingOwnerRRef(future, id); });
+  }
+  void timeOut() {
+    one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
+    EXPECT_EQ(rpcFailure(creation_)->kind(), Kind::kTimedOut);
+  }
+
+  rpc::RRefContext& context_ = rpc::RRefContext::getInstance();
+  c10::intrusive_ptr<rpc::OwnerRRef> rref_ = context_.createOwnerRRef(at::AnyType::get());
+  const Future value_ = rref_->getFuture();
+  const Future creation_ = [this] {
+    one_.now.store(Timer::Clock::now());
+    return call("create", std::chrono::hours(5), MessageType::PYTHON_REMOTE_CALL, 0);
+  }();
+};
+
+TEST_F(OwnCreationTest, WaitForAnRRefThatTorchForgetsEnds) {
+  timeOut();
+  const auto failed = rpcFailure(value_);
+  ASSERT_TRUE(failed);
+  EXPECT_EQ(failed->kind(), Kind::kRRefLost);
+  EXPECT_EQ(failed->details().name, "w0");
+  EXPECT_THROW(rref_->setValue(at::IValue(5)), c10::Error) << "torch drops a later value";
+  EXPECT_TRUE(value_->hasError());
+}
+
+TEST_F(OwnCreationTest, WaitGoesOnWhileAnotherWorkerHasAReference) {
+  context_.addForkOfOwner(rref_->rrefId(), {1, 11});
+  timeOut();
+  EXPECT_FALSE(value_->completed());
+  rref_->setValue(at::IValue(5));
+  EXPECT_EQ(value_->value().toInt(), 5);
+  (void)context_.delForkOfOwner(rref_->rrefId(), {1, 11});
+}
+
 class FailedCreationTest : public RRefCreationTest {
  protected:
   ~FailedCreationTest() override {

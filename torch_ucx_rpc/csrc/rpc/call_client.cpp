@@ -209,9 +209,17 @@ void CallClient::completeWith(const CallTable::Call& call, const c10::intrusive_
   runCallbacks([&] { call.future->markCompleted(answer, answer->getStorages()); });
 }
 
-void CallClient::fail(const CallTable::Call& call, const std::exception_ptr& why) {
+void CallClient::fail(const CallTable::Call& call, const std::exception_ptr& why) const {
   call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
+  // Found first: torch may forget an RRef of this worker in the future's callback.
+  const std::optional<CreatedRRef> own =
+      call.makesRRef && isSelf(*call.to) ? findCreatedRRef(*call.future) : std::nullopt;
   runCallbacks([&] { call.future->setError(why); });
+  if (own) {
+    const RpcFailure lost = call.to->failure(
+        RpcFailure::Kind::kRRefLost, "this RRef will never have a value: its rpc.remote() has timed out");
+    runCallbacks([&] { failIfForgotten(*own, std::make_exception_ptr(lost)); });
+  }
 }
 
 void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
@@ -281,8 +289,12 @@ void CallClient::onPeerGone(Peer& peer) {
   }
 }
 
+bool CallClient::isSelf(const Peer& to) const {
+  return to.member().session == self_.session;
+}
+
 bool CallClient::mayCancel(const Peer& to, bool mustRun) const {
-  return to.member().session != self_.session && !mustRun;
+  return !isSelf(to) && !mustRun;
 }
 
 Timer::TimePoint CallClient::expire(Timer::TimePoint now) {

@@ -79,7 +79,8 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   void settleRRef(const std::optional<CallTable::Call>& call, uint64_t callId, Peer& peer);
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
-  static void fail(const CallTable::Call& call, const std::exception_ptr& why);
+  // Fails the future of a call that is out of the table. Runs callbacks, which may run Python, so hold no lock.
+  void fail(const CallTable::Call& call, const std::exception_ptr& why) const;
   // Fails a call on an agent thread, where callbacks may run. If the call was to make an RRef, and the failure concerns
   // its message only, tells the owner first.
   void failLater(CallTable::Call call, const RpcFailure& why);
@@ -92,6 +93,8 @@ class CallClient final : public AnswerHandler, public PeerObserver, private Agen
   void sendFailureLater(CallTable::Call call, std::chrono::milliseconds delay);
   // Fails a call to a peer that is gone, or acknowledges it in the peer's place if torch needs that (syntheticAck()).
   void finishCallToLostPeer(CallTable::Call call);
+  // Whether a call to this peer is one of this worker to itself.
+  bool isSelf(const Peer& to) const;
   // Whether a request to this peer may be taken back once its caller has given up.
   bool mayCancel(const Peer& to, bool mustRun) const;
   // Timer task: fails the calls whose deadlines have come.

@@ -230,6 +230,16 @@ std::optional<rpc::ForkId> markTimedOutRRef(const JitFuture& creation) {
   return created->reference;
 }
 
+void failIfForgotten(const CreatedRRef& own, const std::exception_ptr& why) {
+  RRefContext& context = RRefContext::getInstance();
+  std::unique_lock lock(context.*reach(ContextMapsMutex()));
+  if ((context.*reach(ContextOwners())).count(own.rref->rrefId()) != 0) {
+    return; // another worker has a reference, and torch will have the value
+  }
+  lock.unlock();
+  c10::static_intrusive_pointer_cast<OwnerRRef>(own.rref)->getFuture()->setErrorIfNeeded(why);
+}
+
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan) {
   DistAutogradContainer& autograd = reach(AutogradInstance())();
   std::vector<int64_t> ids;

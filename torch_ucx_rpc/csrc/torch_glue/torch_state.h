@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/rpc/rref_impl.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -81,6 +82,12 @@ std::optional<CreatedRRef> findCreatedRRef(const torch::distributed::rpc::JitFut
 // Marks the RRef whose rpc.remote() is about to fail, because it timed out, and returns this worker's reference to it.
 // Nothing if torch does not know the RRef, as above.
 std::optional<torch::distributed::rpc::ForkId> markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
+
+// When rpc.remote() to this worker itself has timed out, torch deletes its reference to the RRef, and forgets the RRef
+// if that was the last one. Then the function's value does not reach the RRef, unless the function has returned a
+// future. This function ends the waits for the value of such a forgotten RRef with the failure. A later value is
+// dropped. To be called after the call's future has failed, where callbacks may run Python.
+void failIfForgotten(const CreatedRRef& own, const std::exception_ptr& why);
 
 // The contexts of distributed autograd here that are orphans: their openers will not close them.
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan);
