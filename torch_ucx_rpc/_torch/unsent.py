@@ -21,6 +21,8 @@ from torch.distributed.rpc import internal
 
 _torchs_serialize = internal._InternalRPCPickler.serialize
 _torchs_serialize_rref = PyRRef._serialize
+# While torch pickles, ``send_tables`` has the tensors of the message.
+_tensors_of_thread = internal._thread_local_tensor_tables
 
 
 class _OfThread(threading.local):
@@ -36,22 +38,24 @@ _of_thread = _OfThread()
 # Every call runs this function, twice.
 def serialize(pickler: Any, value: Any) -> Any:
     """Replaces torch's ``_InternalRPCPickler.serialize``."""
+    of_thread = _of_thread
     # The pickling of an object may make a call of its own.
-    outer, outer_tensors = _of_thread.pickling, getattr(internal._thread_local_tensor_tables, "send_tables", None)
+    outer = of_thread.pickling
+    outer_tensors = None if outer is None else _tensors_of_thread.send_tables
     references: list[Any] = []
-    _of_thread.pickling = references
+    of_thread.pickling = references
     try:
         pickled = _torchs_serialize(pickler, value)
     except BaseException:
         if outer_tensors is None:
-            vars(internal._thread_local_tensor_tables).pop("send_tables", None)
+            vars(_tensors_of_thread).pop("send_tables", None)
         else:
-            internal._thread_local_tensor_tables.send_tables = outer_tensors
+            _tensors_of_thread.send_tables = outer_tensors
         _take_back(references)
         raise
     finally:
-        _of_thread.pickling = outer
-    _of_thread.pickled = references
+        of_thread.pickling = outer
+    of_thread.pickled = references
     return pickled
 
 
