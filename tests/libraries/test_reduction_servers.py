@@ -224,8 +224,10 @@ def test_a_server_that_is_made_again_goes_on(run_on_both: RunWorkers) -> None:
 def make_a_server_again(rank: int) -> None:
     if rank == 1:
         make = functools.partial(torch.optim.SGD, lr=1.0)
-        for expected in ([-1.0, -2.0], [-3.0, -4.0]):
-            with reduction.serve("worker0", trainers=1, parameters=[torch.zeros(1)], optimizer=make) as server:
+        for start, expected in ((0.0, [-1.0, -2.0]), (-2.0, [-3.0, -4.0])):
+            parameter = nn.Parameter(torch.zeros(1))
+            with reduction.serve("worker0", trainers=1, parameters=[parameter], optimizer=make) as server:
+                assert parameter.item() == start
                 assert [reduction.push_pull(server, torch.ones(1)).item() for _ in expected] == expected
                 with pytest.raises(ValueError, match="only push_pull trains with it"):
                     reduction.DataParallel(nn.Linear(1, 1), server)

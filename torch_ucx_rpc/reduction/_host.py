@@ -33,10 +33,14 @@ _STEP = 32_768
 
 
 class Fill(NamedTuple):
-    """The shapes of a shard's parameters, and the checkpoint that the parameters come from, if any."""
+    """The shapes of a shard's parameters, the checkpoint that they come from, if any, and their present values.
+
+    ``values`` is None if they are those that the caller has just given.
+    """
 
     shapes: list[tuple[int, ...]]
     restored_from: str | None
+    values: list[Tensor] | None
 
 
 class Values(NamedTuple):
@@ -202,12 +206,15 @@ class Host:
         """Take the parameters of a trainer, unless the host has some."""
         with self._office.changed:
             shard = self._find(key, number, spec)
+            is_new = shard is None
             if shard is None:
                 opening = self._office.opening(key)
                 if opening is not None and opening.step:
                     raise RuntimeError(self._lost(key))
                 shard = self._shards[key, number] = Shard(spec, _path(spec, key, number), tensors)
-            return Fill(shard.shapes, shard.restored_from)
+        with shard.lock:
+            values = None if is_new else [parameter.detach().clone() for parameter in shard.parameters]
+        return Fill(shard.shapes, shard.restored_from, values)
 
     def values(self, key: str, number: int, spec: Spec, step: int) -> Future[Values]:
         """Return a future of the parameters at the beginning of a step, or later. Raises RuntimeError if they are

@@ -220,8 +220,9 @@ def serve(
         trainers (int or list): how many trainers the first step waits for, or the names of their workers (default: in a
             group of fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
         parameters (iterable of Tensors): tensors that the hosts keep and update, for `push_pull` (default: None). Give
-            them with ``optimizer``. The values in ``checkpoint`` apply, or else those of the first trainer. The hosts
-            keep them as long as RPC runs, also for trainers that come when all others have ended or left.
+            them with ``optimizer``. The values in ``checkpoint`` apply, or else those of the first trainer: this call
+            copies them into the tensors of every other one. The hosts keep them as long as RPC runs, also for trainers
+            that come when all others have ended or left.
         optimizer (callable): makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD,
             lr=0.1)`` (default: None). It must be picklable, and its ``step()`` must need no closure.
         checkpoint (str or Path): folder in which the hosts save parameters and optimizer, for a host that takes over or
@@ -291,9 +292,10 @@ def _ask(spec: Spec, absent: str | None) -> tuple[int, ...]:
 
 
 def _give_parameters(server: Server, tensors: list[Tensor]) -> None:
-    """Give the hosts the first trainer's parameters. Raises ValueError if a later trainer's parameters have other
-    shapes."""
+    """Give the hosts the first trainer's parameters, and a later trainer the hosts' values. Raises ValueError if a
+    later trainer's parameters have other shapes."""
     shards = len(server.hosts)
+    later: list[tuple[Tensor, Tensor]] = []
     of = spread([tensor.numel() for tensor in tensors], shards)
     key = f"{server.name}/parameters"
     for shard in range(shards):
@@ -310,6 +312,10 @@ def _give_parameters(server: Server, tensors: list[Tensor]) -> None:
             raise ValueError(
                 f"the parameters of this trainer have the shapes {shapes}, and the server's {kept.shapes}: {cure}"
             )
+        if kept.values is not None:
+            later += zip(mine, kept.values, strict=True)
+    for tensor, value in later:
+        tensor.copy_(value)
 
 
 def _fill(server: Server, key: str, number: int, tensors: list[Tensor]) -> Fill:
