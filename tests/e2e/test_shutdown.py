@@ -19,7 +19,7 @@ from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
 from tests.support.workers import Stalls, Transport, agent
 from torch_ucx_rpc._torch import patches
 from torch_ucx_rpc._workers.lost import subscribe
-from torch_ucx_rpc.errors import BarrierFailed, RpcError, WorkerLost
+from torch_ucx_rpc.errors import BarrierFailed, RpcError, WorkerLeft, WorkerLost
 
 from ._failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, let_go, sleep, stay
 
@@ -141,7 +141,7 @@ def use_ended_worker1_and_shut_down(rank: int, end: Callable[[], None], use: Cal
         assert all(rref.to_here().sum() == 3 for rref in kept)
         has_ended = threading.Event()
         unsubscribe = subscribe(lambda _gone: has_ended.set())
-        with contextlib.suppress(WorkerLost):
+        with contextlib.suppress(WorkerLost, WorkerLeft):
             rpc.rpc_sync("worker1", end)
         assert has_ended.wait(10)
         unsubscribe()

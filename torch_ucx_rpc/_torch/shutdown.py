@@ -1,4 +1,4 @@
-"""Parts of a graceful shutdown in which torch waits for every worker. They end early if a worker is gone."""
+"""Parts of a graceful shutdown in which torch waits for every worker. They end early for workers that are gone."""
 
 # mypy: allow-untyped-calls
 
@@ -15,16 +15,16 @@ from torch_ucx_rpc._threads import Thread
 from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
 
 _PERIOD_S = 0.01
-# After a worker's end has made a call fail, here or on another worker, this worker hears of the end within this time.
+# After a loss has made a call fail, here or on another worker, this worker hears of the loss within this time.
 _NEWS_S = 1.0
 # All living workers delete their references now. After this time, only gone workers still hold references.
 _DELETING_S = 1.0
 
 
 def wait_all_workers(timeout: float) -> None:
-    """Work like torch's ``_wait_all_workers``, but return early if a worker is gone.
+    """Work like torch's ``_wait_all_workers``, but return early if a worker is lost.
 
-    Its end raises nothing here: the agent's own barrier, which follows in ``join``, names the lost workers. So this
+    The loss raises nothing here: the agent's own barrier, which follows in ``join``, names the lost workers. So this
     does not call torch's function itself, which would log the error.
     """
 
@@ -33,12 +33,12 @@ def wait_all_workers(timeout: float) -> None:
             states.proceed_signal.set()
 
     # Call `proceed` again and again, since torch may be about to make the signal that it will wait for.
-    with _repeated_after_an_end(proceed, 0) as has_ended:
+    with _repeated_after_an_end(proceed, 0, of_lost_workers_only=True) as is_lost:
         try:
             api._all_gather(None, timeout=timeout)
         except (RuntimeError, AssertionError):
-            # This worker may learn of the failed call before the end.
-            if not has_ended.wait(_NEWS_S):
+            # This worker may learn of the failed call before the loss.
+            if not is_lost.wait(_NEWS_S):
                 raise
 
 
@@ -48,16 +48,17 @@ def delete_rrefs(agent: Any, torchs: Callable[[], None]) -> None:
     torch waits 100 s for the references to this worker's RRefs that only a gone worker could delete, and for news of
     this worker's references that only a gone worker could send.
     """
-    with _repeated_after_an_end(agent._release_references, _DELETING_S):
+    with _repeated_after_an_end(agent._release_references, _DELETING_S, of_lost_workers_only=False):
         torchs()
 
 
 @contextlib.contextmanager
-def _repeated_after_an_end(act: Callable[[], None], delay: float) -> Iterator[threading.Event]:
-    """Call ``act`` on a thread again and again, beginning ``delay`` seconds after the end of a worker.
+def _repeated_after_an_end(
+    act: Callable[[], None], delay: float, *, of_lost_workers_only: bool
+) -> Iterator[threading.Event]:
+    """Call ``act`` on a thread again and again, beginning ``delay`` seconds after a worker was lost, or perhaps left.
 
-    A worker that leaves counts too: in a graceful shutdown it would wait for this one in ``join`` first. Yields an
-    event that says whether a worker has ended.
+    Yields an event that says whether there was such an end.
     """
     has_ended, is_over = threading.Event(), threading.Event()
 
@@ -67,8 +68,8 @@ def _repeated_after_an_end(act: Callable[[], None], delay: float) -> Iterator[th
             while not is_over.wait(_PERIOD_S):
                 act()
 
-    def on_gone(_gone: Gone) -> None:
-        if not has_ended.is_set():
+    def on_gone(gone: Gone) -> None:
+        if (gone.failed or not of_lost_workers_only) and not has_ended.is_set():
             has_ended.set()
             Thread(repeat, name="torch_ucx_rpc-shutdown").start()
 
