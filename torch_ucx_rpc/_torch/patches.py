@@ -54,7 +54,7 @@ def register() -> None:
     * ``Future.wait`` answers Ctrl-C, for every future. It does not drive the future's call.
     * An exception of the callee keeps its type, in ``rpc_sync`` and in futures. The error of a callee that cannot
       unpickle the arguments keeps its type too.
-    * A message that cannot be pickled or sent keeps no tensor and no reference to an RRef.
+    * A message that cannot be pickled, and a call that cannot be sent, keep no tensor and no reference to an RRef.
     * Python functions can return sparse tensors of compressed layouts.
     * Arrays in arguments and results travel as tensors, and futures know their device memory.
 

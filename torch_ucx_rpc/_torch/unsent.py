@@ -1,4 +1,4 @@
-"""Messages that are pickled in part, or pickled and refused by the agent, leave nothing behind.
+"""Messages that are pickled in part, and calls that are pickled and refused by the agent, leave nothing behind.
 
 For each RRef that torch pickles, the sender or the owner begins to wait for news of the receiver's reference. If the
 message never leaves, no news comes: the value stays, and a graceful shutdown waits 100 s for it. So this worker
@@ -41,7 +41,7 @@ def serialize(pickler: Any, value: Any) -> Any:
     of_thread = _of_thread
     # The pickling of an object may make a call of its own.
     outer = of_thread.pickling
-    outer_tensors = None if outer is None else _tensors_of_thread.send_tables
+    outer_tensors = None if outer is None else getattr(_tensors_of_thread, "send_tables", None)
     references: list[Any] = []
     of_thread.pickling = references
     try:
@@ -75,7 +75,7 @@ def nothing_left(send: Callable[..., Any]) -> Callable[..., Any]:
         references, _of_thread.pickled = _of_thread.pickled, ()
         try:
             return send(*arguments)
-        except BaseException:
+        except Exception:  # Ctrl-C comes after the message has been sent
             _take_back(references)
             raise
 
