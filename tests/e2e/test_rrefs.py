@@ -105,7 +105,7 @@ def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
 
 
 def make_later(value: object) -> object:
-    time.sleep(1)
+    time.sleep(2)
     return value
 
 
@@ -119,11 +119,10 @@ def make_later_by_a_future() -> torch.futures.Future:
 @in_worker0(of=2, silent=False)
 def test_a_wait_for_ones_own_rref_ends_with_its_timeout() -> None:
     for make, arguments, value in ((make_later, (3,), 3), (make_later_by_a_future, (), 5)):
-        began = time.monotonic()
         mine = rpc.remote("worker0", make, arguments, timeout=0.3)
-        with pytest.raises(RRefLost, match=r"never have a value: its rpc.remote\(\) has timed out"):
+        with pytest.raises(RRefLost, match=r"its rpc.remote\(\) has timed out|creation .* timed out"):
             mine.to_here()
-        assert 0.3 <= time.monotonic() - began < 0.9
+        assert agent().get_metrics()["agent.server_active_calls"] == "1", "the wait ended with the call"
         eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "the call is over")
         with pytest.raises(RRefLost, match=r"timed out"):
             mine.to_here()
