@@ -81,25 +81,6 @@ def test_process_end_waits_for_a_thread_in_the_store() -> None:
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
 
 
-OTHER_FILE = """
-import os
-from torch_ucx_rpc._bootstrap import rendezvous
-from torch_ucx_rpc.errors import JoinTimedOut
-
-rendezvous._LAST_WAIT_S = 0.1
-try:
-    rendezvous.create_store("file://" + os.environ["OTHER_FILE"], 0, 2, 0.5)
-except JoinTimedOut as error:
-    print(error)
-"""
-
-
-def test_a_file_that_is_no_store_is_named_in_time(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("The contents of another program's file. " * 100)
-    [ended] = workers.run_program(OTHER_FILE, env={"OTHER_FILE": f"{tmp_path}/notes"})
-    assert f"the file {tmp_path}/notes could not be opened as a Store within 0.5 s" in ended.stdout
-
-
 # The program sends itself the signal once its main thread waits, so that the signal does not come too early.
 WAITING = """
 import os, signal, sys, threading, time, traceback

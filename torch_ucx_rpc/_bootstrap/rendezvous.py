@@ -90,7 +90,7 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
             _check_folder(url)
         # Some handlers clean up when their generator is collected, so it must live as long as the Store.
         iterator = _rendezvous_helper(init_method, rank, world_size)
-        store = _open_file(iterator, url.path, timeout) if url.scheme == "file" else next(iterator)[0]
+        store, _, _ = next(iterator)
         # A group without a size forgets its dead members, and may contain workers of other jobs.
         outlives_attempts = world_size is not None and attempt != "0"
     if outlives_attempts and attempt:
@@ -109,7 +109,7 @@ def _limit_waits(store: Store, timeout: float) -> None:
 def _check_folder(url: ParseResult) -> None:
     """Raise ValueError if the file's folder is missing: torch's FileStore would wait minutes for it, and ignore
     Ctrl-C. A folder in place of the file is refused too."""
-    if Path(url.path).is_dir():
+    if url.path and Path(url.path).is_dir():
         raise ValueError(f"{_START.format('file')} {url.path} is a folder; it must be the path of a file in a folder.")
     folder = Path(url.path).parent
     if not folder.is_dir():
@@ -117,18 +117,6 @@ def _check_folder(url: ParseResult) -> None:
             f"{_START.format('file')} there is no folder {folder} on {socket.gethostname()}: the file must be on a "
             f"file system that all workers see, in a folder that exists."
         )
-
-
-def _open_file(iterator: Iterator[tuple[Store, int, int]], path: str, timeout: float) -> Store:
-    try:
-        return _interruptible(lambda: next(iterator)[0], timeout or _NO_LIMIT_S)
-    except TimeoutError as error:
-        # torch reads on and on in a file with other contents.
-        raise JoinTimedOut(
-            f"the file {path} could not be opened as a Store within {timeout:g} s: if it is another program's, or "
-            f"that of an earlier job, give a path without a file.",
-            timeout=timeout,
-        ) from error
 
 
 def check_rank(init_method: str, rank: int) -> int:
@@ -274,14 +262,14 @@ def _create_tcp_store(
     by_torchrun: bool = _torchelastic_use_agent_store()
     is_server = rank == 0 and not by_torchrun
     hint = "" if world_size is not None or by_torchrun else STORE_ENDS
-    if is_server:
-        await_name(host, deadline)
-    else:
+    if not is_server:
         await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
 
     answer_s = min(max(_ANSWER_S, deadline.remaining()), _LONGEST_ANSWER_S)
 
     def create() -> TCPStore:
+        if is_server:
+            await_name(host, deadline)
         return TCPStore(
             host_name=host,
             port=port,
@@ -297,6 +285,8 @@ def _create_tcp_store(
         # Longer than TCPStore's own timeout. TCPStore overruns its timeout by its last pause, and applies no timeout to
         # a server that never answers.
         return _interruptible(create, answer_s + 2 * _ANSWER_S)
+    except JoinTimedOut:
+        raise
     except (DistError, TimeoutError) as error:
         if is_server and "EADDRINUSE" in str(error):
             problem = (
