@@ -166,7 +166,7 @@ def join_without_a_lease(rank: int, steps: Steps) -> None:
 
 @pytest.mark.parametrize("way", ["hook", "DataParallel"])
 def test_a_trainer_tries_again_if_the_others_come_late(run_on_both: RunWorkers, tmp_path: Path, way: str) -> None:
-    run_on_both(2, begin_again, Steps(tmp_path), way, options={"rpc_timeout": 4})
+    run_on_both(2, begin_again, Steps(tmp_path), way)
 
 
 def begin_again(rank: int, steps: Steps, way: str) -> None:
@@ -176,8 +176,10 @@ def begin_again(rank: int, steps: Steps, way: str) -> None:
         return reduction.state(server) if way == "hook" else reduction.DataParallel(nn.Linear(1, 1), server)
 
     if rank == 0:
+        rpc._set_rpc_timeout(2)
         with pytest.raises(RuntimeError, match="it waited for worker1"):
             begin()
+        rpc._set_rpc_timeout(60)
         steps.done("failed")
     steps.wait_for("failed", timeout=60)
     begun = begin()

@@ -54,8 +54,11 @@ class ModelCopy:
         # During a backward the graph holds these tensors, so their versions must not change.
         with torch.no_grad():
             for name, value in own.items():
-                if name in theirs and theirs[name].shape == value.shape:
-                    value.data.copy_(theirs[name])
+                if name not in theirs or theirs[name].shape != value.shape:
+                    continue
+                if name in caches and any(step == 0 for step in value.stride()):
+                    continue  # an expanded tensor, into which nothing can be copied
+                value.data.copy_(theirs[name])
         if self._optimizer is not None and state["optimizer"] is not None:
             self._optimizer.load_state_dict(state["optimizer"])
 
@@ -81,13 +84,13 @@ def _shapes(tensors: dict[str, Tensor], caches: set[str]) -> dict[str, torch.Siz
 def _other_names(own: list[str], theirs: list[str]) -> str:
     if sorted(own) == sorted(theirs):
         return "the trainers of a server must have the same model; this trainer's parameters have another order"
-    ours, lacking = (
-        next((repr(name) for name in names if name not in others), "no other")
-        for names, others in ((own, theirs), (theirs, own))
-    )
+    found = []
+    for trainer, names, others in (("this", own, theirs), ("another", theirs, own)):
+        if alone := next((name for name in names if name not in others), None):
+            found.append(f"only {trainer} trainer trains {alone!r}")
     return (
-        f"the trainers of a server must train the same parameters; this trainer trains {ours}, and not {lacking}, as "
-        f"another trainer does: set requires_grad alike on all trainers"
+        f"the trainers of a server must train the same parameters; {' and '.join(found)}: set requires_grad alike on "
+        f"all trainers"
     )
 
 

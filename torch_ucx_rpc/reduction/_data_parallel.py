@@ -173,6 +173,7 @@ class DataParallel(nn.Module):
             end = self._on_end_of_backward
             self._end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
+            del end  # a traceback would keep it
         assert isinstance(parameter, nn.Parameter)
         place, index = self._places[parameter]
         bucket = self._buckets[place]

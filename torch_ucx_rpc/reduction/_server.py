@@ -138,6 +138,7 @@ class Server:
         try:
             steps.begin(are_equal)
         except BaseException:
+            steps.leave()
             # The other trainers may still begin this model, and this one may try again.
             self._numbers = itertools.chain([number], self._numbers)
             raise
@@ -220,9 +221,9 @@ def serve(
         trainers (int or list): how many trainers the first step waits for, or the names of their workers (default: in a
             group of fixed size, all workers but the hosts; otherwise 1). Later trainers take part as soon as they come.
         parameters (iterable of Tensors): tensors that the hosts keep and update, for `push_pull` (default: None). Give
-            them with ``optimizer``. The values in ``checkpoint`` apply, or else those of the first trainer: this call
-            copies them into the tensors of every other one. The hosts keep them as long as RPC runs, also for trainers
-            that come when all others have ended or left.
+            them with ``optimizer``. They begin with the values in ``checkpoint``, or else with those of the first
+            trainer. This call copies the present values into the tensors. The hosts keep them as long as RPC runs, also
+            for trainers that come when all others have ended or left.
         optimizer (callable): makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD,
             lr=0.1)`` (default: None). It must be picklable, and its ``step()`` must need no closure.
         checkpoint (str or Path): folder in which the hosts save parameters and optimizer, for a host that takes over or
