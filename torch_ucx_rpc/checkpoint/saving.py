@@ -232,7 +232,7 @@ def _write(session: str, plan: SavePlan) -> list[Any]:
         results: list[Any] = writer.write_data(planner.finish_plan(plan), planner).wait()
     except RuntimeError as error:
         # torch.save hides an error of the disk behind one of its own.
-        if isinstance(error.__context__, OSError):
+        if isinstance(error.__context__, OSError) and error.__cause__ is None:
             raise error.__context__ from None
         raise
     finally:
