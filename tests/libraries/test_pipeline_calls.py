@@ -50,12 +50,18 @@ def test_a_failed_backward_is_undone() -> None:
 def differentiate_twice() -> None:
     pipe = make_pipe(small_model())
     x = torch.randn(8, 8, requires_grad=True)
-    [gradient] = torch.autograd.grad(pipe(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (x.sum() + gradient.square().sum()).backward()
-    # Without a graph of the gradient everything is as usual.
-    [again] = torch.autograd.grad(pipe(x).square().sum(), x)
-    assert torch.equal(again, gradient)
+    # The gradient that arrives after sum() is a constant.
+    for loss in (torch.sum, lambda output: output.square().sum()):
+        [gradient] = torch.autograd.grad(loss(pipe(x)), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            (x.sum() + gradient.square().sum()).backward()
+        # Without a graph of the gradient everything is as usual.
+        [again] = torch.autograd.grad(loss(pipe(x)), x)
+        assert torch.equal(again, gradient)
+        assert not again.requires_grad
+    # An input without a gradient has none to differentiate.
+    with pytest.warns(UserWarning, match="create_graph"):
+        pipe(x.detach()).sum().backward(create_graph=True)
 
 
 def test_a_call_has_no_second_derivative() -> None:

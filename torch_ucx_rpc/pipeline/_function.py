@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from torch_ucx_rpc.pipeline._batches import Batches
@@ -85,29 +84,43 @@ class _Node(torch.autograd.Function):
         return tuple(one.view_as(one) for one in rest[count:])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        call: _Call = ctx.call
-        if not call.forget.alive:
-            raise PipelineError(
-                "the backward of this output has run already, and the stages have freed its graph: call the pipeline "
-                "again for a second backward"
+        with torch.no_grad():
+            of_inputs = _gradients_of_inputs(ctx, gradients)
+        if torch.is_grad_enabled() and of_inputs:
+            # With create_graph the results get a node that raises. torch's once_differentiable leaves the node out if
+            # no incoming gradient wants one, as after sum().
+            twice = torch._C._functions.DelayedError(
+                b"trying to differentiate twice a call of a pipeline, whose stages keep no graph of their backward",
+                len(of_inputs),
             )
-        left = iter(gradients)
-        parts = [[next(left) for _ in places] for places in call.wanting]
-        try:
-            found = call.batches.backward(call.crew, call.number, parts, ctx.count > 0)
-        except BaseException:
-            call.forget()
-            raise
-        call.forget.detach()
-        of_inputs: list[Any] = [None] * ctx.count
-        # Last stage first, as autograd sums in one process.
-        for stage, by_number in sorted(found.items(), reverse=True):
-            for number, some in by_number.items():
-                for place, gradient in zip(ctx.used[stage], some, strict=True):
-                    place += number * (ctx.count // len(parts))
-                    if gradient is not None:
-                        earlier = of_inputs[place]
-                        of_inputs[place] = gradient if earlier is None else earlier + gradient
+            aliases: list[Any] = [one if one is None else one.detach().requires_grad_() for one in of_inputs]
+            of_inputs = twice(*aliases)
         return (None, None, None, None, *of_inputs, *[None] * len(gradients))
+
+
+def _gradients_of_inputs(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    call: _Call = ctx.call
+    if not call.forget.alive:
+        raise PipelineError(
+            "the backward of this output has run already, and the stages have freed its graph: call the pipeline "
+            "again for a second backward"
+        )
+    left = iter(gradients)
+    parts = [[next(left) for _ in places] for places in call.wanting]
+    try:
+        found = call.batches.backward(call.crew, call.number, parts, ctx.count > 0)
+    except BaseException:
+        call.forget()
+        raise
+    call.forget.detach()
+    of_inputs: list[Any] = [None] * ctx.count
+    # Last stage first, as autograd sums in one process.
+    for stage, by_number in sorted(found.items(), reverse=True):
+        for number, some in by_number.items():
+            for place, gradient in zip(ctx.used[stage], some, strict=True):
+                place += number * (ctx.count // len(parts))
+                if gradient is not None:
+                    earlier = of_inputs[place]
+                    of_inputs[place] = gradient if earlier is None else earlier + gradient
+    return of_inputs
