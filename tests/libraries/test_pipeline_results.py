@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from ._jobs import drive, drive_with_deaths, kill, small_model
-from ._pipelines import Failing, make_pipe
+from ._pipelines import Failing, assert_equal_gradients, make_pipe
 
 
 def get_outputs_and_losses() -> None:
@@ -212,6 +212,28 @@ def refuse_losses() -> None:
 
 def test_a_loss_that_trains_nothing_is_refused(backend):
     drive(refuse_losses, 3, backend=backend)
+
+
+def constant_without_targets(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) if (target > 0).any() else torch.zeros(())
+
+
+def train_with_a_constant_loss() -> None:
+    x, y = torch.randn(8, 8), torch.ones(8, 4)
+    y[2:4] = 0.0
+    for schedule in ("1F1B", "zero-bubble"):
+        pipe, model = make_pipe(small_model(), loss=constant_without_targets, schedule=schedule), small_model()
+        losses: list[Any] = []
+        pipe.step(x, target=y, losses=losses)
+        assert [bool(loss) for loss in losses] == [True, False, True, True]
+        for part, target in zip(x.split(2), y.split(2), strict=True):
+            if (loss := constant_without_targets(model(part), target)).requires_grad:
+                (loss / 4).backward()
+        assert_equal_gradients(pipe, model)
+
+
+def test_the_loss_of_one_micro_batch_may_be_a_constant(backend):
+    drive(train_with_a_constant_loss, 3, backend=backend)
 
 
 class Weighted(nn.CrossEntropyLoss):

@@ -113,6 +113,7 @@ class Run:
             raise ValueError("the loss must return (sum, count) always or never")
         if counts and not sum(counts):
             raise ValueError("the counts that the loss returned with its sums are 0 for all micro-batches")
+        self._stages[self._exchange.last_stage].check_differentiable(list(self._losses.values()))
         if counts:
             self._result["factor"] = len(counts) / sum(counts)
         self._result["loss"] = (total / (sum(counts) or len(values))).cpu()

@@ -60,6 +60,9 @@ class Loss(NamedTuple):
     value: torch.Tensor
     """A scalar: a mean, or a sum if there is a count."""
     counted: float | None
+    has_gradient: bool = False
+    wants_gradient: bool = False
+    """Whether the output has a gradient: the model may be frozen as a whole."""
 
     @property
     def given(self) -> Any:
@@ -181,11 +184,13 @@ class Stage:
             sent[DRIVER], _ = pack(result)
         if grad:
             if loss is not None:
-                self._check_differentiable(loss, result)
                 graph.loss = loss.value
                 graph.seed = self._seed(loss, request)
             self.graphs[request.call, number] = graph
-        return sent, None if loss is None else Loss(loss.value.detach(), loss.counted)
+        if loss is not None:
+            wants = grad and any(one.requires_grad for one in tensors_of(result))
+            loss = Loss(loss.value.detach(), loss.counted, loss.value.requires_grad, wants)
+        return sent, loss
 
     def _output(
         self, arrived: dict[int, Any], rematerialize: bool, target: tuple[Any, ...] | None
@@ -200,15 +205,13 @@ class Stage:
         assert self.loss is not None
         return output, result, _loss_of(self.loss(result, *to_device(target, self.device)), self.loss)
 
-    def _check_differentiable(self, loss: Loss, output: Any) -> None:
-        """Raise ValueError if the loss lost the graph. A count of 0 may come with a constant."""
-        if loss.value.requires_grad or loss.counted == 0:
-            return
-        # The model may be frozen as a whole.
-        if any(one.requires_grad for one in tensors_of(output)):
+    def check_differentiable(self, losses: Sequence[Loss]) -> None:
+        """Raise ValueError if the losses of all micro-batches lost the graph. Some may be constants, such as those of
+        micro-batches without valid targets."""
+        if any(loss.wants_gradient for loss in losses) and not any(loss.has_gradient for loss in losses):
             raise ValueError(
-                f"the loss {_name_of(self.loss)} returned a value that has no gradient, so the step would train "
-                f"nothing: compute it from the output without item(), detach() or no_grad()"
+                f"the loss {_name_of(self.loss)} returned values that have no gradient, so the step would train "
+                f"nothing: compute them from the output without item(), detach() or no_grad()"
             )
 
     def _seed(self, loss: Loss, request: Request) -> torch.Tensor:
