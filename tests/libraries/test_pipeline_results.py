@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from ._jobs import drive, drive_with_deaths, kill, small_model
+from ._jobs import drive, drive_with_deaths, kill, on, small_model
 from ._pipelines import Failing, assert_equal_gradients, make_pipe
 
 
@@ -252,12 +252,23 @@ class Weighted(nn.CrossEntropyLoss):
         return super().forward(output, target)
 
 
+def losses_here() -> list[Any]:
+    """Return the losses that this worker's stages have."""
+    from torch_ucx_rpc.pipeline import _host
+
+    return [stage.loss for one in list(_host._hosts.values()) for stage in one.stages.by_index.values()]
+
+
 def weigh_classes() -> None:
     x, y = torch.randn(8, 8), torch.arange(8) % 4
     loss = Weighted()
     for worker in ("worker1", "worker0"):
         pipe = make_pipe(small_model(), [worker], loss=loss, chunks=1)
         torch.testing.assert_close(pipe.step(x, target=y), F.cross_entropy(small_model()(x), y, weight=loss.weight))
+        pipe.close()
+    # Only the last stage uses the loss.
+    pipe = make_pipe(small_model(), ["worker0", "worker1"], loss=loss)
+    assert [one.was_moved for worker in ("worker0", "worker1") for one in on(worker, losses_here)] == [False, True]
     assert not loss.was_moved
 
 

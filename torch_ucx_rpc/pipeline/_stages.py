@@ -61,8 +61,10 @@ class Stages:
         self.config = config
         self._exchange = exchange
         self._device = torch.device(config.device)
-        # A loss may have tensors, such as the weights of classes. This host has a copy of its own.
-        loss = config.loss.to(self._device) if isinstance(config.loss, nn.Module) else config.loss
+        loss = config.loss
+        if isinstance(loss, nn.Module) and any(spec.index == exchange.last_stage for spec in config.specs):
+            # It may have tensors, such as the weights of classes. This host has a copy of its own.
+            loss = loss.to(self._device)
         self.by_index = {
             spec.index: Stage(
                 spec,
