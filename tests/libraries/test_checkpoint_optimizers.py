@@ -207,6 +207,10 @@ def refuse_numbers(folder: str) -> None:
     ours.load_state_dict(get_optimizer_state_dict(model, optimizer))
     assert ours.param_groups[0]["lr"] == 0.1
     assert len(ours.state_dict()["state"]) == 8
+    # A dict without a state, such as a filtered one, brings only the groups.
+    ours.load_state_dict({"param_groups": [{"lr": 0.2}]})
+    assert ours.param_groups[0]["lr"] == 0.2
+    assert ours.state_dict()["state"] == {}
 
 
 def test_a_state_without_the_names_of_parameters_is_refused(tmp_path):

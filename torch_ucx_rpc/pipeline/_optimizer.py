@@ -105,9 +105,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Raises ValueError for another number of parameter groups, or if the names of
-        all parameters are others."""
-        self._check_names(state_dict["state"])
+        """Load the result of `state_dict`, which need not have a "state". Raises ValueError for another number of
+        parameter groups, or if it names no parameter of the pipeline."""
+        self._check_names(state_dict.get("state", {}))
         self.load_groups(state_dict["param_groups"])
         self._recovery.do(self._crew.do, "set_state", state_dict, "optimizer", self._number)
 
