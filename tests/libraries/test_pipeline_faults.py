@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -234,6 +236,58 @@ def interrupt_a_step() -> None:
 
 def test_an_interrupted_step_is_undone() -> None:
     drive(interrupt_a_step, 3)
+
+
+# The functions of a driver that give the order of a step and wait for its results.
+STEP = {"_message", "_send", "_put_all", "_put", "_gather"}
+
+
+class InterruptAt:
+    """Presses Ctrl-C in this thread before the line of the number ``left``, among the lines of some functions."""
+
+    def __init__(self, left: int, names: set[str]) -> None:
+        self.left = left
+        self._names = names
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        ours = "torch_ucx_rpc/pipeline/_" in frame.f_code.co_filename and frame.f_code.co_name in self._names
+        if ours and event == "line":
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        return self._trace if ours else None
+
+
+def interrupt_at_every_line() -> None:
+    for loss in (F.mse_loss, sum_of_squares):
+        pipe = make_pipe(small_model(), loss=loss, chunks=2)
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        for _ in range(2):
+            pipe.step(x, target=y)
+        before = pipe.gradients()
+        for number in itertools.count():
+            try:
+                with InterruptAt(number, STEP) as interrupt:
+                    pipe.step(x, target=y)
+            except KeyboardInterrupt:
+                found = pipe.gradients()
+                assert all(torch.equal(value, before[name]) for name, value in found.items()), number
+            if interrupt.left >= 0:
+                break
+        assert number > 10
+        for name, value in pipe.gradients().items():
+            torch.testing.assert_close(value, 1.5 * before[name])
+
+
+def test_a_step_that_is_interrupted_anywhere_is_undone() -> None:
+    drive(interrupt_at_every_line, 3)
 
 
 class NotToBeSent:

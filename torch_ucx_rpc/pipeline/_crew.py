@@ -186,7 +186,7 @@ class Crew:
 
     def send(self, name: str, *arguments: Any) -> None:
         """Give an order to all workers without waiting for it: the next order that waits raises its failure."""
-        self._send(name, [arguments] * len(self.places), is_answered=False)
+        self._put_all(*self._message(name, [arguments] * len(self.places), is_answered=False))
 
     def do(self, name: str, *arguments: Any) -> list[Any]:
         """Give an order to all workers, wait until they have carried it out, and return their results. Raises
@@ -195,15 +195,15 @@ class Crew:
 
     def each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Do the same as `do`, with separate arguments for each worker."""
-        tag = self._send(name, arguments, is_answered=True)
+        message, encoded = self._message(name, arguments, is_answered=True)
         epoch = self.present
         try:
-            results = self._gather(tag)
+            self._put_all(message, encoded)
+            results = self._gather(str(message.number))
         except BaseException:
             if name == "run":
                 # Ctrl-C, or an answer that cannot be unpickled. Do not wait for the hosts, which may be busy for long.
-                self._called_off = int(tag)
-                epoch.end(self._called_off)
+                self._call_off(message.number)
             raise
         if epoch.gone:
             epoch.end(0)
@@ -213,9 +213,10 @@ class Crew:
         self._begin_epoch()
         raise self._error_of(epoch)
 
-    def _send(self, name: str, arguments: Sequence[tuple[Any, ...]], *, is_answered: bool) -> str:
-        """Send a message to all workers, and return the tag of their results. Raises pickle's errors before it sends
-        anything."""
+    def _message(
+        self, name: str, arguments: Sequence[tuple[Any, ...]], *, is_answered: bool
+    ) -> tuple[_Message, list[Any]]:
+        """Return the next message, and what each worker gets. Raises pickle's errors."""
         self.check()
         self._end_call_off()
         forgotten, self._forgotten = self._forgotten, []
@@ -226,20 +227,27 @@ class Crew:
             encoded = [encode((is_answered, [*quiet, (name, arguments[0])]))] * len(arguments)
         else:
             encoded = [encode((is_answered, [*quiet, (name, some)])) for some in arguments]
-        message = _Message(self._number, name, self._quiet)
-        self._number, self._quiet = self._number + 1, {}
-        self.present.messages.append(message)
-        if self.present.gone:
-            self.present.end(0)
+        return _Message(self._number, name, self._quiet), encoded
+
+    def _put_all(self, message: _Message, encoded: list[Any]) -> None:
+        """Send a message to all workers."""
         try:
+            self.present.messages.append(message)
+            self._number, self._quiet = self._number + 1, {}
+            if self.present.gone:
+                self.present.end(0)
             for row, orders in enumerate(encoded):
                 self._put(row, message, orders)
         except BaseException:
             # Some workers have the message, and the others do not.
-            self.present.end(message.number)
-            self._begin_epoch()
+            self._call_off(message.number)
             raise
-        return str(message.number)
+
+    def _call_off(self, number: int) -> None:
+        """End this epoch at a message, without waiting for the hosts: the next message waits until they have undone
+        it."""
+        self._called_off = number
+        self.present.end(number)
 
     def _end_call_off(self) -> None:
         """If the last call was interrupted, wait until all hosts have undone it. Raises the error of an order before
