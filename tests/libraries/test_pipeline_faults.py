@@ -239,7 +239,7 @@ def test_an_interrupted_step_is_undone() -> None:
 
 
 # The functions of a driver that give the order of a step and wait for its results.
-STEP = {"_message", "_send", "_put_all", "_put", "_gather"}
+STEP = {"each", "_message", "_put_all", "_put", "_gather", "_run_and_weigh", "later", "ask", "record"}
 
 
 class InterruptAt:
@@ -265,13 +265,17 @@ class InterruptAt:
         return self._trace if ours else None
 
 
-def interrupt_at_every_line() -> None:
+def interrupt_at_every_line(folder: str) -> None:
     for loss in (F.mse_loss, sum_of_squares):
-        pipe = make_pipe(small_model(), loss=loss, chunks=2)
+        pipe = make_pipe(small_model(), loss=loss, chunks=2, spares=["worker3"])
+        pipe.save(folder)
         x, y = torch.randn(8, 8), torch.randn(8, 4)
         for _ in range(2):
             pipe.step(x, target=y)
         before = pipe.gradients()
+        entries = len(pipe._recovery._checkpoints[-1].journal)
+        with pytest.raises(TypeError, match="stays here"):
+            pipe.step(x, target=NotToBeSent())
         for number in itertools.count():
             try:
                 with InterruptAt(number, STEP) as interrupt:
@@ -279,6 +283,8 @@ def interrupt_at_every_line() -> None:
             except KeyboardInterrupt:
                 found = pipe.gradients()
                 assert all(torch.equal(value, before[name]) for name, value in found.items()), number
+                # A recovery must not repeat the step either.
+                assert len(pipe._recovery._checkpoints[-1].journal) == entries, number
             if interrupt.left >= 0:
                 break
         assert number > 10
@@ -286,8 +292,8 @@ def interrupt_at_every_line() -> None:
             torch.testing.assert_close(value, 1.5 * before[name])
 
 
-def test_a_step_that_is_interrupted_anywhere_is_undone() -> None:
-    drive(interrupt_at_every_line, 3)
+def test_a_step_that_is_interrupted_anywhere_is_undone(tmp_path: Path) -> None:
+    drive(interrupt_at_every_line, 4, str(tmp_path))
 
 
 class NotToBeSent:

@@ -76,8 +76,6 @@ class Batches:
         results = self._run(self._requests(request, inputs), changes=grad or self.model.training)
         last = results[self._crew.worker_of[-1]]
         self._has_counts = self._has_counts or "factor" in last
-        if is_apart:
-            self._recovery.do(self._crew.later, "weigh", last.get("factor", 1.0))
         output = merge([value for value, _ in last["outputs"]]) if shows_output else None
         return Done(last["loss"], last["losses"], output, [result.get("events") for result in results])
 
@@ -146,7 +144,19 @@ class Batches:
         """Have all workers carry out a call. Returns each worker's answer. ``changes`` tells whether a recovery must
         repeat the call, since it changes gradients, or in training mode random numbers and statistics."""
         guard = self._recovery.do if changes else self._recovery.ask
-        return guard(self._crew.each, "run", [(one,) for one in requests])
+        self._crew.carried_out = None
+        try:
+            return guard(self._run_and_weigh, requests)
+        except BaseException:
+            # Ctrl-C may come when the workers are done, and the journal or the factor is still missing.
+            self._crew.undo_last()
+            raise
+
+    def _run_and_weigh(self, requests: list[Request]) -> list[dict[str, Any]]:
+        results = self._crew.each("run", [(one,) for one in requests])
+        if requests[0].is_apart:
+            self._crew.later("weigh", results[self._crew.worker_of[-1]].get("factor", 1.0))
+        return results
 
 
 def _autocast_here() -> Autocast:

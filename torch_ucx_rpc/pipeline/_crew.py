@@ -161,6 +161,8 @@ class Crew:
         self._number = 0
         # Number of a call whose results the driver has given up.
         self._called_off: int | None = None
+        # Number of the last message, if it was a call and all workers have carried it out.
+        self.carried_out: int | None = None
         # Orders that travel with the next message: arguments by name.
         self._quiet: dict[str, tuple[Any, ...]] = {}
         self._forgotten: list[int] = []
@@ -200,16 +202,17 @@ class Crew:
         try:
             self._put_all(message, encoded)
             results = self._gather(str(message.number))
+            if epoch.gone:
+                epoch.end(0)
+            if epoch.cut is None:
+                epoch.messages = []
+                self.carried_out = message.number if name == "run" else None
+                return [results[row] for row in range(len(self.places))]
         except BaseException:
             if name == "run":
                 # Ctrl-C, or an answer that cannot be unpickled. Do not wait for the hosts, which may be busy for long.
                 self._call_off(message.number)
             raise
-        if epoch.gone:
-            epoch.end(0)
-        if epoch.cut is None:
-            epoch.messages = []
-            return [results[row] for row in range(len(self.places))]
         self._begin_epoch()
         raise self._error_of(epoch)
 
@@ -217,6 +220,7 @@ class Crew:
         self, name: str, arguments: Sequence[tuple[Any, ...]], *, is_answered: bool
     ) -> tuple[_Message, list[Any]]:
         """Return the next message, and what each worker gets. Raises pickle's errors."""
+        self.carried_out = None
         self.check()
         self._end_call_off()
         forgotten, self._forgotten = self._forgotten, []
@@ -248,6 +252,11 @@ class Crew:
         it."""
         self._called_off = number
         self.present.end(number)
+
+    def undo_last(self) -> None:
+        """Undo the last message, if it was a call and all workers have carried it out."""
+        if self.carried_out is not None:
+            self._call_off(self.carried_out)
 
     def _end_call_off(self) -> None:
         """If the last call was interrupted, wait until all hosts have undone it. Raises the error of an order before
@@ -313,6 +322,7 @@ class Crew:
         """Return when all hosts that live have begun the next epoch."""
         ended = self.present
         epoch = _Epoch(ended.number + 1, self.places, self.box, ended.news)
+        self.carried_out = None
         epoch.gone.update(ended.gone)
         self.present, self._number = epoch, 0
         # Some hosts may not have carried out orders that were to travel with another order. Repeating them does no

@@ -94,11 +94,15 @@ class Recovery:
         """Write an order into the journal."""
         if not self._spares or not self._checkpoints or self._playing:
             return
-        journal = self._checkpoints[-1].journal
-        if not journal or journal[-1] is not None:
-            journal.append((method, map_tensors(lambda one: one.detach().clone(), args)))
         if (written := self._checkpoints[-1].written) is not None and written.done():
             self._settle_save()
+            if not self._checkpoints:
+                return  # the save has failed
+        journal = self._checkpoints[-1].journal
+        if not journal or journal[-1] is not None:
+            entry = method, map_tensors(lambda one: one.detach().clone(), args)
+            # This comes last: if Ctrl-C comes before, the order is undone.
+            journal.append(entry)
 
     def record_unrepeatable(self) -> None:
         """Write down that the workers got gradients which no recovery can repeat."""
