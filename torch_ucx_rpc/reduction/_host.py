@@ -85,6 +85,10 @@ class Shard:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(parameter.shape) for parameter in self.parameters]
 
+    def copies(self) -> list[Tensor]:
+        """Return copies of the parameters. The caller holds the lock."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
     def prepare(self, mean: list[Tensor], opening: Opening) -> None:
         """Keep the mean of the step, which is not closed yet, unless there is one of a later generation."""
         with self.lock:
@@ -122,7 +126,7 @@ class Shard:
             self.requests = [] if self.failure else [one for one in self.requests if one[0] > self.step]
             if not due:
                 return
-            values = Values([parameter.detach().clone() for parameter in self.parameters], {**self.counted})
+            values = Values(self.copies(), {**self.counted})
         for future in due:
             if self.failure is None:
                 future.set_result(values)
@@ -213,7 +217,7 @@ class Host:
                     raise RuntimeError(self._lost(key))
                 shard = self._shards[key, number] = Shard(spec, _path(spec, key, number), tensors)
         with shard.lock:
-            values = None if is_new else [parameter.detach().clone() for parameter in shard.parameters]
+            values = None if is_new else shard.copies()
         return Fill(shard.shapes, shard.restored_from, values)
 
     def values(self, key: str, number: int, spec: Spec, step: int) -> Future[Values]:

@@ -138,7 +138,6 @@ class Server:
         try:
             steps.begin(are_equal)
         except BaseException:
-            steps.leave()
             # The other trainers may still begin this model, and this one may try again.
             self._numbers = itertools.chain([number], self._numbers)
             raise

@@ -161,14 +161,13 @@ class Steps:
         """
         self._are_equal = are_equal
         try:
-            self._go_on(rpc_deadline(), until_closed=False)
-        except TimedOut:
-            missing = self._missing()
-            self.leave()
-            raise RuntimeError(
-                f"trainer {self._office.name!r} cannot begin {self.key!r} within rpc_timeout: {missing}. "
-                f"serve(..., trainers=N) says how many there are at the start"
-            ) from None
+            try:
+                self._go_on(rpc_deadline(), until_closed=False)
+            except TimedOut:
+                raise RuntimeError(
+                    f"trainer {self._office.name!r} cannot begin {self.key!r} within rpc_timeout: {self._missing()}. "
+                    f"serve(..., trainers=N) says how many there are at the start"
+                ) from None
         except BaseException:
             self.leave()
             raise
