@@ -164,30 +164,6 @@ def join_without_a_lease(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-@pytest.mark.parametrize("way", ["hook", "DataParallel"])
-def test_a_trainer_tries_again_if_the_others_come_late(run_on_both: RunWorkers, tmp_path: Path, way: str) -> None:
-    run_on_both(2, begin_again, Steps(tmp_path), way)
-
-
-def begin_again(rank: int, steps: Steps, way: str) -> None:
-    server = reduction.serve()
-
-    def begin() -> object:
-        return reduction.state(server) if way == "hook" else reduction.DataParallel(nn.Linear(1, 1), server)
-
-    if rank == 0:
-        rpc._set_rpc_timeout(2)
-        with pytest.raises(RuntimeError, match="it waited for worker1"):
-            begin()
-        rpc._set_rpc_timeout(60)
-        steps.done("failed")
-    steps.wait_for("failed", timeout=60)
-    begun = begin()
-    assert list(server.positions) == ["ddp0" if way == "hook" else "model0"]
-    steps.meet("begun", rank, 2)
-    del begun
-
-
 def test_a_new_trainer_takes_the_name_of_a_killed_one(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     first, _, third, again = run_on_ucx(4, restart_a_trainer, Steps(tmp_path), url, init=False, exit_codes={1: KILLED})

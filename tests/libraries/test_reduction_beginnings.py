@@ -1,4 +1,4 @@
-"""The state of a model that `DataParallel` copies from one trainer to another."""
+"""Trainers begin a model: with the state of one of them, with the same parameters, and after a failed attempt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.rpc as rpc
 from torch import nn
 
 from tests.support.workers import Steps
@@ -61,5 +62,29 @@ def freeze_other_parameters(rank: int, steps: Steps) -> None:
         module[0].requires_grad_(True)
         module[1].requires_grad_(False)
     begun = reduction.DataParallel(module, server)
+    steps.meet("begun", rank, 2)
+    del begun
+
+
+@pytest.mark.parametrize("way", ["hook", "DataParallel"])
+def test_a_trainer_tries_again_if_the_others_come_late(run_on_both: RunWorkers, tmp_path: Path, way: str) -> None:
+    run_on_both(2, begin_again, Steps(tmp_path), way)
+
+
+def begin_again(rank: int, steps: Steps, way: str) -> None:
+    server = reduction.serve()
+
+    def begin() -> object:
+        return reduction.state(server) if way == "hook" else reduction.DataParallel(nn.Linear(1, 1), server)
+
+    if rank == 0:
+        rpc._set_rpc_timeout(2)
+        with pytest.raises(RuntimeError, match="it waited for worker1"):
+            begin()
+        rpc._set_rpc_timeout(60)
+        steps.done("failed")
+    steps.wait_for("failed", timeout=60)
+    begun = begin()
+    assert list(server.positions) == ["ddp0" if way == "hook" else "model0"]
     steps.meet("begun", rank, 2)
     del begun
