@@ -32,7 +32,7 @@ PATCHED = {
     # The exception of a callee.
     "torch.distributed.rpc.internal._handle_exception",
     "torch.distributed.rpc.internal.deserialize",
-    # What remains of a message that cannot be pickled or sent.
+    # A message that cannot be pickled or sent leaves nothing behind.
     "torch.distributed.rpc.api._invoke_rpc_python_udf",
     "torch.distributed.rpc.api._invoke_remote_python_udf",
     "torch.distributed.rpc.internal._InternalRPCPickler.serialize",

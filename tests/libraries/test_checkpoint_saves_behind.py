@@ -253,7 +253,7 @@ def test_values_under_keys_other_than_strings_are_loaded(tmp_path):
 
     checkpoint.save({"best": {1: 0.5, 2: torch.ones(2)}, (3, "x"): "y", "scheduler": scheduler()}, tmp_path)
     found: dict[Any, Any] = {"best": {1: 0.0, 2: torch.zeros(2)}, (3, "x"): "", "scheduler": scheduler()}
-    # What has been loaded can be saved again.
+    # A save after a load works as before.
     for _ in range(2):
         checkpoint.load(found, tmp_path)
         assert list(found["best"]) == [1, 2]

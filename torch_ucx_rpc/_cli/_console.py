@@ -17,7 +17,7 @@ _MOST_SECONDS = 1e6
 
 
 def check_seconds(arguments: argparse.Namespace, option: str, seconds: float) -> None:
-    """End the command unless this is a time that it can wait. NaN is none."""
+    """End the command with an error if it cannot wait so long, or if ``seconds`` is NaN."""
     if not 0 < seconds <= _MOST_SECONDS:
         arguments.error(
             f"{option} must be a number of seconds above 0, at most {_MOST_SECONDS:.0f}; it cannot be {seconds:g}"

@@ -161,7 +161,7 @@ def _plan(
 
 
 def _has_values(state: Any) -> bool:
-    """Tell whether a state has an entry in a checkpoint. That of a disabled GradScaler has none, nor nn.Identity's."""
+    """Whether a state has an entry in a checkpoint. The states of nn.Identity and a disabled GradScaler have none."""
     return any(map(_has_values, state.values())) if isinstance(state, Mapping) else True
 
 
