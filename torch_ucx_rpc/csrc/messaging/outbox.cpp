@@ -77,7 +77,7 @@ Error Outbox::makeEndpoint(Connection& connection) {
 Error Outbox::moveToNetwork(Connection& connection) {
   assertHoldsWorkerLock();
   Peer& peer = connection.peer();
-  if (!canLeave(connection) || peer.isOverNetwork.load()) {
+  if (!canLeave(connection)) {
     return {};
   }
   EndpointId endpoint = 0;

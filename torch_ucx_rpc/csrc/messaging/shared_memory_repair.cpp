@@ -68,11 +68,11 @@ void SharedMemoryRepair::repairWithWorkerLock() {
 bool SharedMemoryRepair::moveWithWorkerLock(Connection& connection) {
   assertHoldsWorkerLock();
   connection.isMoving = false;
-  if (!connection.peer().isNeighbour.load()) {
-    return true; // a peer of another machine has no shared memory to leave
-  }
-  if (connection.peer().isOverNetwork.load()) {
-    return true; // both have moved: two deaf workers would tell each other without end
+  const Peer& peer = connection.peer();
+  // A peer of another machine has no shared memory to leave. If this worker has moved, both have: two deaf workers would
+  // tell each other without end.
+  if (!peer.isNeighbour.load() || peer.isOverNetwork.load()) {
+    return true;
   }
   const Error error = outbox_.moveToNetwork(connection);
   if (!error && isDeaf_) {

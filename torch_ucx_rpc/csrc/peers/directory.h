@@ -31,7 +31,7 @@ class Directory {
   // Throw an RpcFailure that names the existing workers, if there is no such worker.
   Peer& at(Rank rank) const;
   Peer& at(const std::string& name) const;
-  Peer& at(Rank rank, const std::string& name) const; // if this worker's rank has gone to another, there is none
+  Peer& at(Rank rank, const std::string& name) const; // throws also if another worker has the rank
 
   // One more than the highest rank; 0 without workers.
   Rank endOfRanks() const;
