@@ -77,7 +77,7 @@ Error Outbox::makeEndpoint(Connection& connection) {
 Error Outbox::moveToNetwork(Connection& connection) {
   assertHoldsWorkerLock();
   Peer& peer = connection.peer();
-  if (!canLeave(connection)) {
+  if (!canLeave(connection) || peer.isOverNetwork.load()) {
     return {};
   }
   EndpointId endpoint = 0;

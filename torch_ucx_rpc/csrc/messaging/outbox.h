@@ -52,7 +52,6 @@ class Outbox {
   // From now on, reaches a peer of this machine over the network. Call it if one of the two workers gets nothing over
   // shared memory. Messages under way stay in shared memory, and arrive when it works again. They no longer take the
   // room of later messages. Changes nothing if it returns an error.
-  // Call it once for a connection.
   Error moveToNetwork(Connection& connection);
 
   // Resumption: makes another endpoint, and sends over it the messages that the peer does not have. Does nothing unless

@@ -69,8 +69,8 @@ bool SharedMemoryRepair::moveWithWorkerLock(Connection& connection) {
   assertHoldsWorkerLock();
   connection.isMoving = false;
   const Peer& peer = connection.peer();
-  // A peer of another machine has no shared memory to leave. If this worker has moved, both have: two deaf workers would
-  // tell each other without end.
+  // A peer of another machine has no shared memory to leave. If this worker has moved, both have: two deaf workers
+  // would tell each other without end.
   if (!peer.isNeighbour.load() || peer.isOverNetwork.load()) {
     return true;
   }
