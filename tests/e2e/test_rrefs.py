@@ -318,6 +318,25 @@ def test_rrefs_in_messages_that_cannot_be_sent_are_freed() -> None:
     assert rpc.rpc_sync("worker1", kept_tensors) == 0
 
 
+def make_slowly() -> Counter:
+    time.sleep(0.5)
+    return Counter()
+
+
+@pytest.mark.ucx_only
+@over_shared_memory
+@in_worker0(of=2)
+def test_rref_in_the_making_outlives_a_message_that_failed() -> None:
+    rref = rpc.remote("worker1", make_slowly)
+    call = rref.rpc_async().add(1)  # waits for the value, at its owner
+    eventually(lambda: rpc.rpc_sync("worker1", owned_here) == 1, "the owner knows the RRef")
+    with pytest.raises(TypeError, match="cannot pickle"):
+        rpc.rpc_sync("worker1", print, args=(rref, threading.Lock()))
+    assert call.wait() == 1
+    del rref, call
+    assert_all_freed("worker1")
+
+
 class CallsAndFails:
     """Its pickling makes a call, and then fails."""
 

@@ -1,16 +1,16 @@
 """Messages that are pickled in part, and calls that are pickled and refused by the agent, leave nothing behind.
 
 For each RRef that torch pickles, the sender or the owner begins to wait for news of the receiver's reference. If the
-message never leaves, no news comes: the value stays, and a graceful shutdown waits 100 s for it. So this worker
-receives these references in the receiver's stead, and drops them. torch also keeps the tensors that it has collected
-before an object that cannot be pickled. So this module releases them.
+message never leaves, no news comes: the value stays, and a graceful shutdown waits 100 s for it. So this module ends
+the wait. It sends nothing: an owner that is still making the value would take the end of the reference for the end of
+the last one. torch also keeps the tensors that it has collected before an object that cannot be pickled. So this module
+releases them.
 """
 
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +18,8 @@ from typing import Any
 
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed.rpc import internal
+
+from torch_ucx_rpc._native import _C
 
 _torchs_serialize = internal._InternalRPCPickler.serialize
 _torchs_serialize_rref = PyRRef._serialize
@@ -84,6 +86,4 @@ def nothing_left(send: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_back(references: Sequence[Any]) -> None:
     for reference in references:
-        # RPC may have been shut down.
-        with contextlib.suppress(RuntimeError):
-            PyRRef._deserialize(reference)
+        _C.take_back(reference)

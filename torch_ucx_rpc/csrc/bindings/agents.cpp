@@ -203,12 +203,26 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   agent.group().setOnGone(std::move(onGone));
 }
 
+// Calls takeBackFork() with what PyRRef._serialize() has returned.
+void takeBack(const py::tuple& pickledRRef) {
+  namespace rpc = torch::distributed::rpc;
+  // torch has no function that reads the tuple without making a reference.
+  const auto number = [&pickledRRef](size_t index) { return pickledRRef[index].cast<int64_t>(); };
+  const auto rank = [&number](size_t index) { return static_cast<rpc::worker_id_t>(number(index)); };
+  const rpc::RRefForkData fork(
+      rank(0), rpc::RRefId(rank(1), number(2)), rpc::ForkId(rank(3), number(4)), rank(5), /*typeStr=*/"");
+  c10::intrusive_ptr<rpc::RRef> freed;
+  const WithoutGil noGil;
+  freed = takeBackFork(fork);
+}
+
 } // namespace
 
 void bindAgents(py::module_& module) {
   module.attr("REQUEST_TYPES") = requestTypeNames();
   module.def("interrupt_threads", &interruptThreads);
   module.def("threads_left", [] { return pythonThreads().size(); });
+  module.def("take_back", &takeBack, py::arg("pickled_rref"));
   module.def(
       "devices_of",
       [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },

@@ -128,6 +128,15 @@ std::vector<HeldFork> heldForks() {
   return held;
 }
 
+c10::intrusive_ptr<RRef> takeBackFork(const rpc::RRefForkData& fork) {
+  RRefContext& context = RRefContext::getInstance();
+  if (fork.parent_ == fork.ownerId_) { // this worker
+    return context.delForkOfOwner(fork.rrefId_, fork.forkId_);
+  }
+  context.delPendingChild(fork.forkId_);
+  return nullptr;
+}
+
 void endWaitsForReferences() {
   RRefContext& context = RRefContext::getInstance();
   std::vector<rpc::ForkId> passedOn;

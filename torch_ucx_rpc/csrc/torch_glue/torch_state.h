@@ -47,6 +47,11 @@ void stopRRefDeletions();
 // The references to RRefs of this worker that torch knows.
 std::vector<HeldFork> heldForks();
 
+// Undoes the pickling of an RRef whose message was never sent. Pickling made the reference `fork` for a receiver that
+// will not report it. Returns an RRef of this worker that nobody refers to any more: destroy it with the GIL, since its
+// value may be a Python object. To be called without the GIL: torch may send a deletion.
+c10::intrusive_ptr<torch::distributed::rpc::RRef> takeBackFork(const torch::distributed::rpc::RRefForkData& fork);
+
 // torch's shutdown waits for two kinds of news of references: that a worker has received one which this worker passed
 // on, and that an owner has made the RRef of rpc.remote(). The first never comes from a worker that is gone. For the
 // second torch waits even if rpc.remote() has failed. This function ends all waits of the first kind, and those of the
