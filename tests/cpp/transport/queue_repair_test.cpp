@@ -230,6 +230,12 @@ TEST_P(QueueRepairTest, PossibleWriterIsAwaited) {
     usleep(1000);
   }
   EXPECT_TRUE(isStuckWith(1));
+  {
+    const NoFiles none; // nothing is known about the writer
+    EXPECT_FALSE(repair());
+    EXPECT_FALSE(repair());
+    EXPECT_TRUE(isStuckWith(1));
+  }
   bystander.goOn();
   expectRepair();
 }

@@ -34,13 +34,19 @@ std::string directoryOf(pid_t process, pid_t thread) {
   return "/proc/" + std::to_string(process) + "/task/" + std::to_string(thread);
 }
 
-bool hasEnded(const std::optional<ProcStat>& thread) {
-  return !thread || thread->state == 'Z' || thread->state == 'X';
+// Reads the facts about a thread. Returns nothing if it has ended. Throws if that is unknown: this process may open no
+// more files, for instance.
+std::optional<ProcStat> readLiving(const std::string& thread) {
+  const std::optional<ProcStat> stat = readProcStat(thread);
+  if (!stat && errno != ENOENT && errno != ESRCH) {
+    throw std::system_error(errno, std::generic_category(), thread);
+  }
+  return stat && stat->state != 'Z' && stat->state != 'X' ? stat : std::nullopt;
 }
 
 // True if the thread cannot be in the middle of writing a slot.
 bool isElsewhere(const std::string& thread) {
-  return hasEnded(readProcStat(thread)) || isInSystemCall(thread);
+  return !readLiving(thread) || isInSystemCall(thread);
 }
 
 } // namespace
@@ -59,14 +65,18 @@ std::string whyQueuesAreNotRepaired(const std::string& ucxVersion) {
 
 QueueRepair::Suspects::Suspects(const std::vector<pid_t>& processes) {
   for (const pid_t process : processes) {
-    std::error_code ended;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", ended)) {
+    std::error_code why;
+    const std::filesystem::directory_iterator tasks("/proc/" + std::to_string(process) + "/task", why);
+    if (why && why.value() != ENOENT && why.value() != ESRCH) {
+      throw std::system_error(why);
+    }
+    for (const auto& task : tasks) {
       const pid_t thread = std::stoi(task.path().filename());
       if (thread == gettid()) {
         continue;
       }
       // Reads the thread's time first, so that its run between the two looks counts.
-      const std::optional<ProcStat> stat = readProcStat(task.path());
+      const std::optional<ProcStat> stat = readLiving(task.path());
       if (stat && !isElsewhere(task.path())) {
         cpuTicks_.emplace(std::pair(process, thread), stat->cpuTicks);
       }
@@ -79,8 +89,8 @@ bool QueueRepair::Suspects::remain() {
   std::erase_if(cpuTicks_, [longEnough](const auto& suspect) {
     const auto& [id, ticksBefore] = suspect;
     const std::string thread = directoryOf(id.first, id.second);
-    const std::optional<ProcStat> stat = readProcStat(thread);
-    return hasEnded(stat) || stat->cpuTicks >= ticksBefore + longEnough || isElsewhere(thread);
+    const std::optional<ProcStat> stat = readLiving(thread);
+    return !stat || stat->cpuTicks >= ticksBefore + longEnough || isElsewhere(thread);
   });
   return !cpuTicks_.empty();
 }
@@ -191,8 +201,11 @@ QueueRepair::Finding QueueRepair::look(Repair& repair, SharedMemoryQueue::Positi
   if (!repair.suspects) {
     return ++repair.blindScans >= kMaxScans ? Finding::kUnsure : Finding::kNone;
   }
-  if (!repair.suspects->remain()) {
-    return Finding::kNobodyWrites;
+  try {
+    if (!repair.suspects->remain()) {
+      return Finding::kNobodyWrites;
+    }
+  } catch (const std::exception&) { // the next scan asks again about the suspects that are left
   }
   return ++repair.suspectScans >= kMaxScans ? Finding::kUnsure : Finding::kNone;
 }
