@@ -19,9 +19,11 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// How long shutdown waits for running handlers, and then for the last messages to leave: together less than a second.
+// How long shutdown waits for running handlers, and then for the last messages to leave: less than two seconds in all.
+// A peer on a busy machine may need long to answer a new connection, and without the goodbye it would take this worker
+// for lost.
 constexpr auto kHandlerGrace = std::chrono::milliseconds(500);
-constexpr int64_t kFlushLimitMs = 400;
+constexpr int64_t kFlushLimitMs = 1400;
 
 uint64_t randomSession() {
   std::random_device device;
