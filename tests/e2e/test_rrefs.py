@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed.rpc as rpc
+from torch.futures import Future
 
 from tests.support.workers import agent, eventually, in_every_worker, in_worker0, over_shared_memory
 from torch_ucx_rpc.errors import CallTimedOut, RRefLost
@@ -319,19 +320,41 @@ def test_rrefs_in_messages_that_cannot_be_sent_are_freed() -> None:
 
 
 def make_slowly() -> Counter:
-    time.sleep(0.5)
+    time.sleep(1)
     return Counter()
+
+
+def rref_in_the_making() -> tuple[rpc.RRef, Future]:
+    """Return an RRef that worker1 makes slowly, and a call to it that waits there."""
+    rref = rpc.remote("worker1", make_slowly)
+    call = rref.rpc_async().add(1)
+    eventually(lambda: rpc.rpc_sync("worker1", owned_here) == 1, "worker1 knows the RRef")
+    return rref, call
 
 
 @pytest.mark.ucx_only
 @over_shared_memory
 @in_worker0(of=2)
 def test_rref_in_the_making_outlives_a_message_that_failed() -> None:
-    rref = rpc.remote("worker1", make_slowly)
-    call = rref.rpc_async().add(1)  # waits for the value, at its owner
-    eventually(lambda: rpc.rpc_sync("worker1", owned_here) == 1, "the owner knows the RRef")
+    rref, call = rref_in_the_making()
     with pytest.raises(TypeError, match="cannot pickle"):
         rpc.rpc_sync("worker1", print, args=(rref, threading.Lock()))
+    assert call.wait() == 1
+    del rref, call
+    assert_all_freed("worker1")
+
+
+def owner_of(rref: rpc.RRef) -> str:
+    return rref.owner_name()
+
+
+# Over TensorPipe the call waits for its timeout.
+@pytest.mark.ucx_only
+@over_shared_memory
+@in_worker0(of=3)
+def test_rref_in_the_making_outlives_a_third_workers_reference() -> None:
+    rref, call = rref_in_the_making()
+    assert rpc.rpc_sync("worker2", owner_of, args=(rref,)) == "worker1"
     assert call.wait() == 1
     del rref, call
     assert_all_freed("worker1")

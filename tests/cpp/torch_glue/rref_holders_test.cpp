@@ -50,9 +50,16 @@ class RRefHoldersTest : public testing::Test {
     return held;
   }
   std::shared_ptr<void> noteRemoteCall(rpc::worker_id_t sender, RRefId result) {
-    return holders_.note(
-        sender,
-        *rpc::PythonRemoteCall(rpc::SerializedPyObj("", {}), result.toIValue(), result.toIValue(), false).toMessage());
+    const c10::IValue id = result.toIValue();
+    return note(sender, *rpc::PythonRemoteCall(rpc::SerializedPyObj("", {}), id, id, false).toMessage()).making;
+  }
+  RRefHolders::Noted note(rpc::worker_id_t sender, const rpc::Message& request) {
+    return holders_.note(sender, request);
+  }
+  // Returns the value that a reported reference's deletion has to wait for.
+  c10::intrusive_ptr<rpc::JitFuture> deletionWaitsFor(RRefId rref, ForkId fork) {
+    (void)note(2, *rpc::RRefForkRequest(rref, fork).toMessage());
+    return note(2, *rpc::RRefUserDelete(rref, fork).toMessage()).after;
   }
   // Returns the creators of the awaited values that never come if worker `gone` is dead.
   std::vector<rpc::worker_id_t> hopelessWaits(rpc::worker_id_t gone) {
@@ -82,35 +89,56 @@ TEST_F(RRefHoldersTest, ReferenceOfTheCallerOfRemoteBearsItsRank) {
 
 TEST_F(RRefHoldersTest, ReferenceFromAThirdWorkerBelongsToItsReporter) {
   addFork({0, 1}, {1, 11});
-  EXPECT_EQ(holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage()), nullptr);
+  (void)note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
   EXPECT_EQ(heldBy(1), Ids{}) << "it gave the reference away";
   EXPECT_EQ(heldBy(2), Ids{11});
 }
 
 TEST_F(RRefHoldersTest, ReportIsForgottenOnceItIsTaken) {
   addFork({0, 1}, {1, 11});
-  (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
+  (void)note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
   EXPECT_EQ(heldBy(2), Ids{11});
   EXPECT_EQ(heldBy(2), Ids{}) << "another worker may have the rank by now";
 }
 
 TEST_F(RRefHoldersTest, DeletedReferenceHasNoHolder) {
-  (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
-  (void)holders_.note(2, *rpc::RRefUserDelete({0, 1}, {1, 11}).toMessage());
+  (void)note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
+  (void)note(2, *rpc::RRefUserDelete({0, 1}, {1, 11}).toMessage());
   EXPECT_EQ(heldBy(2), Ids{}) << "torch no longer knows it";
   addFork({0, 1}, {1, 11});
   EXPECT_EQ(heldBy(2), Ids{}) << "the report is not kept either";
   EXPECT_EQ(heldBy(1), Ids{11});
 }
 
+TEST_F(RRefHoldersTest, DeletionOfTheOnlyReferenceWaitsForTheValue) {
+  const auto owned = RRefContext::getInstance().getOrCreateOwnerRRef({1, 6}, at::AnyType::get());
+  addFork({1, 6}, {1, 61}); // a third worker's
+  EXPECT_EQ(deletionWaitsFor({1, 6}, {1, 61}), owned->getFuture());
+  EXPECT_EQ(note(1, *rpc::RRefUserDelete({1, 6}, {1, 61}).toMessage()).after, nullptr) << "nobody has reported it";
+  addFork({1, 6}, {1, 60}); // of the caller of rpc.remote()
+  EXPECT_EQ(deletionWaitsFor({1, 6}, {1, 61}), nullptr) << "there is another";
+}
+
+TEST_F(RRefHoldersTest, DeletionWaitsForNoOtherRRef) {
+  const auto owned = RRefContext::getInstance().getOrCreateOwnerRRef({1, 5}, at::AnyType::get());
+  addFork({1, 4}, {1, 41});
+  EXPECT_EQ(deletionWaitsFor({1, 4}, {1, 41}), nullptr) << "no call waits for its value";
+  addFork({1, 5}, {1, 51});
+  owned->setValue(1);
+  EXPECT_EQ(deletionWaitsFor({1, 5}, {1, 51}), nullptr) << "it has a value";
+}
+
 TEST_F(RRefHoldersTest, OtherRequestsAreNotNoted) {
-  EXPECT_EQ(holders_.note(1, *makeMessage(MessageType::PYTHON_CALL, "not a pickle")), nullptr);
-  EXPECT_EQ(holders_.note(1, *makeMessage(MessageType::RREF_CHILD_ACCEPT, "not a pickle")), nullptr);
+  for (const auto type : {MessageType::PYTHON_CALL, MessageType::RREF_CHILD_ACCEPT}) {
+    const RRefHolders::Noted noted = note(1, *makeMessage(type, "not a pickle"));
+    EXPECT_EQ(noted.making, nullptr);
+    EXPECT_EQ(noted.after, nullptr);
+  }
 }
 
 TEST_F(RRefHoldersTest, UnreadableRequestOfTorchIsReported) {
-  EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::RREF_FORK_REQUEST, "not a pickle")));
-  EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::PYTHON_REMOTE_CALL, "not a pickle")));
+  EXPECT_ANY_THROW((void)note(1, *makeMessage(MessageType::RREF_FORK_REQUEST, "not a pickle")));
+  EXPECT_ANY_THROW((void)note(1, *makeMessage(MessageType::PYTHON_REMOTE_CALL, "not a pickle")));
 }
 
 TEST_F(RRefHoldersTest, OnlyWaitsForValuesOfGoneWorkersAreFound) {

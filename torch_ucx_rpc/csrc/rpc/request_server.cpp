@@ -9,6 +9,7 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <exception>
@@ -115,12 +116,14 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   if (runsPython(request->type())) {
     Executor::runHooks();
   }
-  std::shared_ptr<void> making;
+  RRefHolders::Noted noted;
   c10::intrusive_ptr<JitFuture> response;
   try {
-    making = rrefHolders_.note(from.member().rank, *request);
+    noted = rrefHolders_.note(from.member().rank, *request);
     const trace::Span span("run handler", traced);
-    if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
+    if (noted.after != nullptr) {
+      response = deleteAfter(*noted.after, request);
+    } else if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13). So TensorPipe
       // with its 16 threads returns the remote events of the first 16 calls only. A new thread always records.
       executor_.runOnOwnThread([&] { response = handle(request, streams, admission); });
@@ -144,7 +147,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   }
   // A handler may never complete its future, which then keeps its callback for good. So the callback owns neither the
   // agent nor the request, but looks both up. The request is noted first, since the callback may run at once.
-  const uint64_t id = addAsync(std::move(open), std::move(making));
+  const uint64_t id = addAsync(std::move(open), std::move(noted.making));
   response->addCallback([this, id, agent = std::weak_ptr<void>(lifetime_.hold())](JitFuture& completed) {
     if (const std::shared_ptr<void> hold = agent.lock()) {
       const AsyncRequest request = takeAsync(id);
@@ -180,6 +183,18 @@ c10::intrusive_ptr<JitFuture> RequestServer::handle(
     placeGradients(request);
   }
   return callback_(*request, streams);
+}
+
+c10::intrusive_ptr<JitFuture> RequestServer::deleteAfter(JitFuture& value, c10::intrusive_ptr<Message> deletion) const {
+  const std::weak_ptr<void> agent = lifetime_.hold();
+  value.addCallback([this, deletion = std::move(deletion), agent](JitFuture& /*value*/) {
+    if (const std::shared_ptr<void> hold = agent.lock()) {
+      callback_(*deletion, {});
+    }
+  });
+  auto answer = c10::make_intrusive<JitFuture>(at::AnyClassType::get());
+  answer->markCompleted(rpc::RRefAck().toMessage());
+  return answer;
 }
 
 // ---------------------------------------------------------------------------------------------------- answering

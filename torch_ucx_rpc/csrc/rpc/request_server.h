@@ -90,6 +90,8 @@ class RequestServer final : public RequestHandler, private AgentParts {
   // Runs the handler on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(
       c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
+  // Runs the handler of a request that deletes a reference once this value is there. Returns the answer.
+  c10::intrusive_ptr<JitFuture> deleteAfter(JitFuture& value, c10::intrusive_ptr<Message> deletion) const;
   uint64_t addAsync(OpenRequest open, std::shared_ptr<void> making);
   AsyncRequest takeAsync(uint64_t id);
   void answer(const OpenRequest& open, const JitFuture& response);

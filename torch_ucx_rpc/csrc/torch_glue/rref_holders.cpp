@@ -9,7 +9,7 @@ namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
 
-std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
+RRefHolders::Noted RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
   const rpc::MessageType type = request.type();
   // torch makes the RRef while the function runs. Until then only the request shows that its value is still to come.
   if (type == rpc::MessageType::PYTHON_REMOTE_CALL) {
@@ -17,23 +17,24 @@ std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Mess
     const std::lock_guard lock(inMaking_->mutex);
     inMaking_->ids.insert(id);
     // The pointer owns nothing: its deleter is the guard.
-    return {inMaking_.get(), [all = inMaking_, id](InMaking* /*all*/) {
-              const std::lock_guard end(all->mutex);
-              all->ids.erase(id);
-            }};
+    const std::shared_ptr<void> making(inMaking_.get(), [all = inMaking_, id](InMaking* /*all*/) {
+      const std::lock_guard end(all->mutex);
+      all->ids.erase(id);
+    });
+    return {making, nullptr};
   }
   // The id of a fork names the worker that made it. That worker passes the fork on to another worker, which reports and
   // holds it.
   if (type == rpc::MessageType::RREF_FORK_REQUEST || type == rpc::MessageType::RREF_USER_DELETE) {
-    const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;
+    const auto [rref, fork] = rpc::ForkMessageBase::fromMessage(request, type);
     const std::lock_guard lock(mutex_);
     if (type == rpc::MessageType::RREF_FORK_REQUEST) {
       reported_.insert_or_assign(fork, sender);
-    } else {
-      reported_.erase(fork);
+    } else if (reported_.erase(fork) != 0) {
+      return {nullptr, valueAwaitedWith({rref, fork})};
     }
   }
-  return nullptr;
+  return {};
 }
 
 std::vector<HeldFork> RRefHolders::takeHeldBy(const std::unordered_set<rpc::worker_id_t>& gone) {

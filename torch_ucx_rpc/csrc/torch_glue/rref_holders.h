@@ -34,12 +34,23 @@ struct WaitForValue {
 // argument or a result, is not known: its message is an opaque pickle, and no worker reports it. Thread-safe.
 class RRefHolders {
  public:
+  struct Noted {
+    // The value of an RRef counts as being made until this is released. Set for rpc.remote() of a Python function.
+    std::shared_ptr<void> making;
+    // The request is to be handled once this value is there. See note().
+    c10::intrusive_ptr<torch::distributed::rpc::JitFuture> after;
+  };
+
   // To be called with every request before it is handled. Throws torch's error for a request that torch cannot read.
-  // For rpc.remote() of a Python function, returns a guard: the value counts as being made until the guard is
-  // released. Two kinds of rpc.remote() go unnoticed: those of TorchScript, whose arguments cannot be read twice, and
-  // those that autograd or the profiler has wrapped.
-  std::shared_ptr<void> note(
-      torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
+  //
+  // Two kinds of rpc.remote() go unnoticed: those of TorchScript, whose arguments cannot be read twice, and those that
+  // autograd or the profiler has wrapped.
+  //
+  // torch forgets an RRef when it deletes the last reference that it knows. It knows the reference of rpc.remote()'s
+  // caller only when the value is made. Before that, calls may wait here for the value, and a third worker may report a
+  // reference and delete it. torch would make a second RRef for the value, and the calls would wait for ever. So such a
+  // deletion has to wait for the value.
+  Noted note(torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 
   // Returns the references that gone workers are known to hold, and forgets what these workers have reported. To be
   // called before another worker takes their ranks.

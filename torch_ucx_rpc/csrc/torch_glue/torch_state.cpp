@@ -128,6 +128,20 @@ std::vector<HeldFork> heldForks() {
   return held;
 }
 
+c10::intrusive_ptr<JitFuture> valueAwaitedWith(const HeldFork& only) {
+  RRefContext& context = RRefContext::getInstance();
+  const std::lock_guard lock(context.*reach(ContextMapsMutex()));
+  const auto& known = context.*reach(ContextForks());
+  const auto& owners = context.*reach(ContextOwners());
+  const auto forks = known.find(only.rref);
+  const auto rref = owners.find(only.rref);
+  if (forks == known.end() || rref == owners.end() || forks->second.size() != 1 || !forks->second.contains(only.fork)) {
+    return nullptr;
+  }
+  const auto owner = c10::static_intrusive_pointer_cast<OwnerRRef>(rref->second);
+  return owner->getFuture()->completed() ? nullptr : owner->getFuture();
+}
+
 c10::intrusive_ptr<RRef> takeBackFork(const rpc::RRefForkData& fork) {
   RRefContext& context = RRefContext::getInstance();
   if (fork.parent_ == fork.ownerId_) { // this worker

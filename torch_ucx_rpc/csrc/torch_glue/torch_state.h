@@ -47,6 +47,9 @@ void stopRRefDeletions();
 // The references to RRefs of this worker that torch knows.
 std::vector<HeldFork> heldForks();
 
+// The future of an RRef's value, if the value is not there and torch knows this reference only. Null otherwise.
+c10::intrusive_ptr<torch::distributed::rpc::JitFuture> valueAwaitedWith(const HeldFork& only);
+
 // Undoes the pickling of an RRef whose message was never sent. Pickling made the reference `fork` for a receiver that
 // will not report it. Returns an RRef of this worker that nobody refers to any more: destroy it with the GIL, since its
 // value may be a Python object. To be called without the GIL: torch may send a deletion.
