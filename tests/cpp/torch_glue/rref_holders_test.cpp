@@ -89,7 +89,9 @@ TEST_F(RRefHoldersTest, ReferenceOfTheCallerOfRemoteBearsItsRank) {
 
 TEST_F(RRefHoldersTest, ReferenceFromAThirdWorkerBelongsToItsReporter) {
   addFork({0, 1}, {1, 11});
-  (void)note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
+  const RRefHolders::Noted noted = note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
+  EXPECT_EQ(noted.making, nullptr);
+  EXPECT_EQ(noted.after, nullptr);
   EXPECT_EQ(heldBy(1), Ids{}) << "it gave the reference away";
   EXPECT_EQ(heldBy(2), Ids{11});
 }
@@ -114,7 +116,7 @@ TEST_F(RRefHoldersTest, DeletionOfTheOnlyReferenceWaitsForTheValue) {
   const auto owned = RRefContext::getInstance().getOrCreateOwnerRRef({1, 6}, at::AnyType::get());
   addFork({1, 6}, {1, 61}); // a third worker's
   EXPECT_EQ(deletionWaitsFor({1, 6}, {1, 61}), owned->getFuture());
-  EXPECT_EQ(note(1, *rpc::RRefUserDelete({1, 6}, {1, 61}).toMessage()).after, nullptr) << "nobody has reported it";
+  EXPECT_EQ(note(1, *rpc::RRefUserDelete({1, 6}, {1, 61}).toMessage()).after, nullptr) << "it was not reported";
   addFork({1, 6}, {1, 60}); // of the caller of rpc.remote()
   EXPECT_EQ(deletionWaitsFor({1, 6}, {1, 61}), nullptr) << "there is another";
 }

@@ -50,9 +50,9 @@ std::vector<HeldFork> heldForks();
 // The future of an RRef's value, if the value is not there and torch knows this reference only. Null otherwise.
 c10::intrusive_ptr<torch::distributed::rpc::JitFuture> valueAwaitedWith(const HeldFork& only);
 
-// Undoes the pickling of an RRef whose message was never sent. Pickling made the reference `fork` for a receiver that
-// will not report it. Returns an RRef of this worker that nobody refers to any more: destroy it with the GIL, since its
-// value may be a Python object. To be called without the GIL: torch may send a deletion.
+// Undoes the pickling of an RRef whose message was never sent: no receiver will report the reference `fork`. Returns
+// the RRef if it is this worker's and torch has forgotten it, otherwise null. The value may be a Python object, so
+// destroy the RRef with the GIL. To be called without the GIL: torch may send a deletion.
 c10::intrusive_ptr<torch::distributed::rpc::RRef> takeBackFork(const torch::distributed::rpc::RRefForkData& fork);
 
 // torch's shutdown waits for two kinds of news of references: that a worker has received one which this worker passed
